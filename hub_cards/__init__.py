@@ -1,0 +1,1 @@
+"""Model cards, training recipes and the embedded checkpoints, as package data."""
