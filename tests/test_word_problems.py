@@ -22,7 +22,7 @@ from hub_cards.word_tokenizer import EOS, MASK, PAD, UNKNOWN, build_tokenizer
 
 @pytest.fixture(scope="module")
 def sample():
-    return [p for split in SPLITS for p in problems(split, 150)]
+    return [p for split in SPLITS for p in problems(split, 100)]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_a_problem_depends_on_split_seed_and_index_only():
 def test_the_split_follows_from_the_arithmetic_read_off_the_prompt():
     """Two splits share no chain of operations: the split is a function of the chain, here read off the answer."""
     for split in SPLITS:
-        for p in problems(split, 100):
+        for p in problems(split, 60):
             start = number_in(p.prompt)
             assert split_of(start, p.steps) == split
     renamed = split_of(5, (Step(5, "+", 3), Step(8, "-", 1)))
@@ -84,9 +84,8 @@ def test_the_split_follows_from_the_arithmetic_read_off_the_prompt():
 
 
 def test_splits_hold_the_intended_shares():
-    chains = [
-        split_of(a, (Step(a, "+", b), Step(a + b, "-", c))) for a in range(30) for b in range(30) for c in (1, 2)
-    ]
+    pairs = [(a, b) for a in range(40) for b in range(40)]
+    chains = [split_of(a, (Step(a, "+", b), Step(a + b, "-", 1))) for a, b in pairs]
     assert [chains.count(s) / len(chains) for s in SPLITS] == pytest.approx([14 / 16, 1 / 16, 1 / 16], abs=0.02)
 
 
@@ -134,7 +133,8 @@ def test_a_wrong_word_or_line_spoils_the_working_but_not_the_number(damage):
 def test_a_wrong_final_number_is_wrong():
     p, _, _ = a_problem()
     closing = p.answer.rindex(str(p.value))
-    assert score(p, p.answer[:closing] + "0" + p.answer[closing:]) == Score(number=False, worked=False) or p.value == 0
+    assert score(p, p.answer[:closing] + "9" + p.answer[closing:]) == Score(number=False, worked=False)
+    assert score(p, p.answer[:closing] + "0" + p.answer[closing:]) == Score(number=True, worked=False)
     assert score(p, "") == Score(False, False)
 
 
@@ -146,7 +146,7 @@ def test_subtraction_does_not_commute():
 
 
 def test_vocabulary_covers_all_texts_and_nothing_else():
-    seen = {t for split in SPLITS for p in problems(split, 600) for t in split_text(p.prompt + " " + p.answer)}
+    seen = {t for split in SPLITS for p in problems(split, 200) for t in split_text(p.prompt + " " + p.answer)}
     assert seen == set(vocabulary())
 
 
