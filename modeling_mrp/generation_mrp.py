@@ -7,6 +7,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, 
 
 from .block_state import BlockState
 from .decoding import BACKBONE, HEAD, PREFILL, Decoder
+from .inputs import check_inputs, left_align
 from .options import OPTION_NAMES, DecodingOptions, nearest
 from .sampling import Sampler, row_keys
 
@@ -143,43 +144,8 @@ class MRPGenerationMixin(GenerationMixin):
         if kwargs.get("inputs_embeds") is not None:
             raise ValueError("inputs_embeds is not supported: pass input_ids")
         ids = kwargs["input_ids"] if inputs is None and "input_ids" in kwargs else inputs
-        self._check_inputs(ids, kwargs.get("attention_mask"))
+        check_inputs(ids, kwargs.get("attention_mask"), self.config)
         return super().generate(inputs, generation_config, logits_processor, stopping_criteria, **kwargs)
-
-    def _check_inputs(self, ids, mask):
-        if ids is None:
-            raise ValueError("input_ids is missing: pass the prompt's token ids, [rows, tokens]")
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-            got = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
-            raise ValueError(f"input_ids must be a tensor of shape [rows, tokens], got {got}")
-        if ids.dtype not in (torch.long, torch.int):
-            raise ValueError(f"input_ids must hold integers (torch.long), got {ids.dtype}")
-        if 0 in ids.shape:
-            raise ValueError(f"input_ids must hold at least one row and one token, got shape {tuple(ids.shape)}")
-        if mask is not None and mask.shape != ids.shape:
-            raise ValueError(
-                f"attention_mask must have the shape of input_ids {tuple(ids.shape)}, got {tuple(mask.shape)}"
-            )
-        valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-        if not valid.any(1).all():
-            row = int((~valid.any(1)).nonzero()[0])
-            raise ValueError(f"attention_mask leaves no token in row {row}: every prompt needs at least one")
-        if (valid[:, 1:] != valid[:, :-1]).sum(1).gt(1).any() or (~valid[:, :1] & ~valid[:, -1:]).any():
-            raise ValueError(
-                "attention_mask has holes: the ones of each row must be contiguous, with padding on one side"
-            )
-        outside = valid & ((ids < 0) | (ids >= self.config.vocab_size))
-        if outside.any():
-            raise ValueError(
-                f"input_ids holds {int(ids[outside][0])}, outside the vocabulary of {self.config.vocab_size} ids"
-            )
-        if (valid & (ids == self.config.mask_token_id)).any():
-            raise ValueError(
-                f"input_ids holds the mask token {self.config.mask_token_id}: a prompt must be all revealed"
-            )
-        longest, limit = int(valid.sum(1).max()), self.config.max_position_embeddings
-        if longest > limit:
-            raise ValueError(f"input_ids has a prompt of {longest} tokens, more than max_position_embeddings={limit}")
 
     def _prepare_generation_config(self, generation_config, *args, **kwargs):
         ours = {name: kwargs.pop(name) for name in OPTION_NAMES if name in kwargs}
@@ -226,7 +192,7 @@ class MRPGenerationMixin(GenerationMixin):
         ids = input_ids.to(self.device, torch.long)
         mask = model_kwargs.get("attention_mask")
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(self.device).bool()
-        prompts, lengths = _left_align(ids, valid)
+        prompts, lengths = left_align(ids, valid)
 
         state = BlockState(
             prompts,
@@ -266,13 +232,6 @@ class MRPGenerationMixin(GenerationMixin):
     def _noise_keys(prompts, lengths):
         index = torch.arange(prompts.shape[1], device=prompts.device)
         return row_keys(prompts, index < lengths[:, None])
-
-
-def _left_align(ids, valid):
-    """Prompts [R, P] without padding on the left, and their lengths [R]."""
-    lengths = valid.sum(1)
-    index = torch.arange(ids.shape[1], device=ids.device) + valid.long().argmax(1)[:, None]
-    return ids.gather(1, index.clamp(max=ids.shape[1] - 1)), lengths
 
 
 def _split_processors(processors):

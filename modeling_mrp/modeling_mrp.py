@@ -21,6 +21,7 @@ from .checkpoints import HEAD_PREFIX, read_checkpoint
 from .configuration_mrp import MRPConfig
 from .decoding import Decoder  # noqa: F401
 from .generation_mrp import MRPGenerationMixin
+from .inputs import check_inputs  # noqa: F401
 from .masks import CLEAN, PADDING, Tokens, attention_mask, join, segment_positions, tokens_of_stream
 from .options import DecodingOptions  # noqa: F401
 from .sampling import Sampler  # noqa: F401

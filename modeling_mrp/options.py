@@ -60,9 +60,8 @@ class DecodingOptions:
         values.setdefault("mrp_draft", "head" if has_head else "self")
         remask = values.get("mrp_mode") == "remask"
         values.setdefault("remasking_strategy", "low_confidence_dynamic" if remask else "low_confidence_static")
-        if remask and "remask_threshold" not in values and values.get("remask_criterion") == "residual":
-            if config.calibrated_remask_threshold is not None:
-                values["remask_threshold"] = config.calibrated_remask_threshold
+        if values.get("remask_criterion") == "residual" and config.calibrated_remask_threshold is not None:
+            values.setdefault("remask_threshold", config.calibrated_remask_threshold)
         options = cls(**values)
         options._check(has_head)
         return options
@@ -82,14 +81,14 @@ class DecodingOptions:
         _number("eb_threshold", self.eb_threshold)
         if self.mrp_mode == "remask" and self.remasking_strategy != "low_confidence_dynamic":
             raise ValueError(
-                f"remasking_strategy={self.remasking_strategy!r} does not go with mrp_mode='remask', which proposes by "
-                "'low_confidence_dynamic': leave it out"
+                f"remasking_strategy={self.remasking_strategy!r} does not go with mrp_mode='remask', which "
+                "proposes by 'low_confidence_dynamic': leave it out"
             )
         needs_head = self.mrp_mode in ("direct", "remask") or (self.mrp_mode == "spec" and self.mrp_draft == "head")
         if needs_head and not has_head:
             raise ValueError(
-                f"mrp_mode={self.mrp_mode!r} with mrp_draft={self.mrp_draft!r} needs a residual head, but this checkpoint "
-                "has none: use mrp_mode=None, or mrp_mode='spec' with mrp_draft='self', or train a head"
+                f"mrp_mode={self.mrp_mode!r} with mrp_draft={self.mrp_draft!r} needs a residual head, but this "
+                "checkpoint has none: use mrp_mode=None, or mrp_mode='spec' with mrp_draft='self', or train a head"
             )
 
     @property
