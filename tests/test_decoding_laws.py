@@ -1,0 +1,345 @@
+"""The laws that every decoding mode keeps (spec is lossless, rows are independent, forwards are counted)."""
+
+import pytest
+import torch
+from plain_loop import plain_decode
+
+RULES = {
+    "low_confidence_static": {},
+    "low_confidence_static-2": {"denoising_steps": 4},
+    "low_confidence_dynamic": {"confidence_threshold": 0.35},
+    "sequential": {"denoising_steps": 8},
+    "entropy_bounded": {"eb_threshold": 1.5},
+}
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.02}
+PROMPT_LENGTHS = (1, 7, 8, 9, 26)  # 1, B - 1, B, B + 1, 3 B + 2
+
+
+def options_of(rule):
+    return {"remasking_strategy": rule.removesuffix("-2")} | RULES[rule]
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(4, 61, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+def batch(prompts, side="left"):
+    """Padded ids and mask, [R, P]."""
+    width = max(map(len, prompts))
+    ids, mask = [], []
+    for prompt in prompts:
+        gap = [0] * (width - len(prompt))
+        ids.append(gap + prompt if side == "left" else prompt + gap)
+        mask.append([0] * len(gap) + [1] * len(prompt) if side == "left" else [1] * len(prompt) + [0] * len(gap))
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def generate(model, inputs, seed=5, **options):
+    """New tokens [R, new] and the whole output."""
+    torch.manual_seed(seed)
+    options = {"max_new_tokens": 13, "eos_token_id": [1, 7], "mrp_mode": None} | options
+    output = model.generate(**inputs, **options, return_dict_in_generate=True)
+    return output.sequences[:, inputs["input_ids"].shape[1] :], output
+
+
+def rows_without_padding(new, eos=(1, 7), pad=0):
+    """Each row as a list up to its end of text; what follows must be padding."""
+    rows = []
+    for row in new.tolist():
+        end = next((at + 1 for at, token in enumerate(row) if token in eos), len(row))
+        assert set(row[end:]) <= {pad}
+        rows.append(row[:end])
+    return rows
+
+
+def sharp_head(model, scale=0.05):
+    """A head whose residuals are small against the logits: drafts are then sometimes right and sometimes wrong."""
+    torch.nn.init.normal_(model.mrp_head.norm.weight, std=scale, generator=torch.Generator().manual_seed(3))
+    return model
+
+
+# -- law 3: backbone-only equals the plain loop
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_backbone_only_equals_the_plain_loop(tiny_model, prompts, rule, side):
+    model = tiny_model(block_size=8)
+    new, _ = generate(model, batch(prompts, side), **options_of(rule))
+    options = options_of(rule)
+    per_step = -(-8 // options.get("denoising_steps", 8))
+    for prompt, row in zip(prompts, rows_without_padding(new), strict=True):
+        expected = plain_decode(
+            model, prompt, 13, rule=options["remasking_strategy"], tokens_per_step=per_step, threshold=0.35, bound=1.5,
+            eos=(1, 7),
+        )  # fmt: skip
+        assert row == expected
+
+
+def test_sampling_equals_the_plain_loop(tiny_model, prompts):
+    model = tiny_model(block_size=8)
+    torch.manual_seed(5)
+    seed = torch.randint(2**62, ()).item()
+    new, _ = generate(model, batch(prompts), do_sample=True, temperature=0.8, top_k=0)
+    for prompt, row in zip(prompts, rows_without_padding(new), strict=True):
+        assert row == plain_decode(model, prompt, 13, temperature=0.8, seed=seed, eos=(1, 7))
+
+
+# -- law 1: spec equals backbone-only
+
+
+@pytest.mark.parametrize("draft", ["head", "self"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sampling", [{}, SAMPLING], ids=["greedy", "sampling"])
+def test_spec_returns_the_tokens_of_backbone_only_decoding(tiny_model, prompts, rule, draft, sampling):
+    model = sharp_head(tiny_model(block_size=8, initializer_range=0.15))
+    inputs = batch(prompts)
+    options = options_of(rule) | sampling
+    expected, _ = generate(model, inputs, **options)
+    accepted = 0
+    for steps in (1, 2, 3, 5, 8):
+        new, output = generate(model, inputs, mrp_mode="spec", mrp_steps=steps, mrp_draft=draft, **options)
+        assert new.tolist() == expected.tolist(), f"K = {steps}"
+        accepted += output.stats.drafts_accepted.sum()
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("share", [1, 2, 7])
+@pytest.mark.parametrize("threshold", [None, 0.3])
+def test_spec_stays_lossless_however_the_chain_is_drafted(tiny_model, prompts, share, threshold):
+    model = sharp_head(tiny_model(block_size=8))
+    inputs = batch(prompts)
+    expected, _ = generate(model, inputs)
+    options = {"mrp_mode": "spec", "mrp_steps": 8, "mrp_drafts_per_head_step": share, "mrp_draft_threshold": threshold}
+    new, output = generate(model, inputs, **options)
+    assert new.tolist() == expected.tolist()
+    assert output.stats.backbone_forwards.sum() < generate(model, inputs)[1].stats.backbone_forwards.sum()
+
+
+def test_more_drafts_than_masks_are_left(tiny_model, prompts):
+    model = sharp_head(tiny_model(block_size=8))
+    inputs = batch(prompts)
+    expected, _ = generate(model, inputs)
+    assert generate(model, inputs, mrp_mode="spec", mrp_steps=40)[0].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("draft", ["head", "self"])
+def test_token_acceptance_reveals_only_what_the_backbone_would_choose(tiny_model, prompts, draft):
+    """With a floor of 1 nothing but the certain step passes; with 0 every accepted token is the backbone's choice."""
+    model = sharp_head(tiny_model(block_size=8))
+    inputs = batch(prompts)
+    expected, exact = generate(model, inputs)
+    options = {"mrp_mode": "spec", "mrp_steps": 4, "mrp_draft": draft, "mrp_acceptance": "token"}
+    strict, output = generate(model, inputs, mrp_acceptance_floor=1.0, **options)
+    assert strict.tolist() == expected.tolist()
+    assert output.stats.drafts_accepted.sum() == 0
+    _, free = generate(model, inputs, mrp_acceptance_floor=0.0, **options)
+    _, lossless = generate(model, inputs, **options | {"mrp_acceptance": "exact"})
+    assert free.stats.backbone_forwards.sum() <= lossless.stats.backbone_forwards.sum()
+
+
+# -- law 2: a row in a batch equals the row alone
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"mrp_mode": None},
+        {"mrp_mode": "spec", "mrp_steps": 4},
+        {"mrp_mode": "spec", "mrp_steps": 4, "mrp_draft": "self", "mrp_acceptance": "token"},
+        {"mrp_mode": "direct", "mrp_steps": 2},
+        {"mrp_mode": "remask", "confidence_threshold": 0.3},
+        {"mrp_mode": "remask", "confidence_threshold": 0.3, "remask_criterion": "confidence"},
+        {"mrp_mode": "remask", "confidence_threshold": 0.3, "remask_criterion": "residual", "remask_threshold": 0.1},
+    ],
+    ids=lambda mode: "-".join(str(value) for value in mode.values()),
+)
+@pytest.mark.parametrize("sampling", [{}, SAMPLING], ids=["greedy", "sampling"])
+def test_a_row_in_a_padded_batch_equals_the_row_alone(tiny_model, prompts, side, mode, sampling):
+    model = sharp_head(tiny_model(block_size=8), 0.2)
+    together, output = generate(model, batch(prompts, side), **mode, **sampling)
+    for index, prompt in enumerate(prompts):
+        alone, own = generate(model, {"input_ids": torch.tensor([prompt])}, **mode, **sampling)
+        width = alone.shape[1]
+        assert together[index, :width].tolist() == alone[0].tolist()
+        assert together[index, width:].eq(0).all()
+        assert output.stats.backbone_forwards[index] == own.stats.backbone_forwards[0]
+        assert output.stats.head_forwards[index] == own.stats.head_forwards[0]
+        assert output.tokens_per_forward[index] == own.tokens_per_forward[0]
+
+
+# -- law 4: a head of zeros changes nothing
+
+
+def test_direct_with_a_head_of_zeros_reveals_from_stale_logits(tiny_model, prompts):
+    """Backbone step and K head steps on unchanged logits: the K + 1 most confident tokens of the state at once."""
+    model = tiny_model(block_size=8)
+    torch.nn.init.zeros_(model.mrp_head.norm.weight)
+    inputs = batch(prompts)
+    direct, _ = generate(model, inputs, mrp_mode="direct", mrp_steps=1)
+    stale, _ = generate(model, inputs, denoising_steps=4)
+    assert direct.tolist() == stale.tolist()
+
+
+def test_spec_with_a_head_of_zeros_is_self_drafting(tiny_model, prompts):
+    model = tiny_model(block_size=8)
+    torch.nn.init.zeros_(model.mrp_head.norm.weight)
+    inputs = batch(prompts)
+    head, with_head = generate(model, inputs, mrp_mode="spec", mrp_steps=4)
+    own, without = generate(model, inputs, mrp_mode="spec", mrp_steps=4, mrp_draft="self")
+    assert head.tolist() == own.tolist() == generate(model, inputs)[0].tolist()
+    assert with_head.stats.backbone_forwards.tolist() == without.stats.backbone_forwards.tolist()
+    assert with_head.stats.head_forwards.sum() > 0 == without.stats.head_forwards.sum()
+
+
+# -- law 5: every forward is counted
+
+
+class ForwardCounter:
+    """Counts the calls of a module and the tokens of each row that the calls carry."""
+
+    def __init__(self, module):
+        self.calls = 0
+        self.handle = module.register_forward_hook(self._count)
+
+    def _count(self, *_):
+        self.calls += 1
+
+
+@pytest.mark.parametrize("mode", [None, "spec", "direct", "remask"])
+def test_every_forward_is_in_the_statistics(tiny_model, prompts, mode):
+    model = sharp_head(tiny_model(block_size=8), 0.2)
+    for prompt in prompts:
+        backbone, head = ForwardCounter(model.model), ForwardCounter(model.mrp_head)
+        inputs = {"input_ids": torch.tensor([prompt])}
+        new, output = generate(model, inputs, mrp_mode=mode, confidence_threshold=0.3)
+        backbone.handle.remove(), head.handle.remove()
+        assert output.stats.backbone_forwards.tolist() == [backbone.calls]
+        assert output.stats.head_forwards.tolist() == [head.calls]
+        assert output.stats.prefill_forwards.tolist() == [int(len(prompt) >= 8)]
+        tokens = len(rows_without_padding(new)[0])
+        assert output.stats.tokens_by_backbone + output.stats.tokens_by_head == tokens
+        assert output.tokens_per_forward.tolist() == pytest.approx([tokens / backbone.calls])
+
+
+def test_static_decoding_takes_one_forward_per_token_and_none_to_store(tiny_model):
+    model = tiny_model(block_size=8)
+    prompt = torch.arange(4, 12)[None]
+    _, output = generate(model, {"input_ids": prompt}, max_new_tokens=24, eos_token_id=None)
+    assert output.stats.backbone_forwards.tolist() == [24]
+
+
+# -- the end of a row
+
+
+def forced(model, token):
+    """A processor that makes one token certain at every position."""
+
+    def processor(_, scores):
+        scores = scores.clone()
+        scores[:, token] = 100.0
+        return scores
+
+    return processor
+
+
+@pytest.mark.parametrize("mode", [None, "spec", "direct", "remask"])
+def test_end_of_text_as_the_first_token(tiny_model, prompts, mode):
+    model = tiny_model(block_size=8)
+    new, _ = generate(model, batch(prompts), mrp_mode=mode, logits_processor=[forced(model, 7)])
+    assert new.tolist() == [[7]] * len(prompts)
+
+
+@pytest.mark.parametrize("mode", [None, "spec"])
+def test_end_of_text_anywhere_in_a_block_equals_denoising_on_and_cutting(tiny_model, prompts, mode):
+    """Whatever token a row holds, taking it as end of text cuts the row there and changes nothing before."""
+    model = sharp_head(tiny_model(block_size=8))
+    full, _ = generate(model, batch(prompts), eos_token_id=None, max_new_tokens=20)
+    ends = set()
+    for index, row in enumerate(full.tolist()):
+        for eos in dict.fromkeys(row):
+            end = row.index(eos) + 1
+            inputs = {"input_ids": torch.tensor([prompts[index]])}
+            new, _ = generate(model, inputs, mrp_mode=mode, eos_token_id=eos, max_new_tokens=20)
+            assert new[0].tolist() == row[:end]
+            ends.add((len(prompts[index]) + end) % 8)
+    assert ends == set(range(8))  # as the first token of a block, in its middle and at its end
+
+
+def test_end_of_text_in_the_prompt_ends_nothing(tiny_model):
+    model = tiny_model(block_size=8)
+    prompt = [5, 7, 9, 1, 11, 7]
+    new, _ = generate(model, {"input_ids": torch.tensor([prompt])}, eos_token_id=[1, 7], max_new_tokens=6)
+    assert new[0].tolist() == plain_decode(model, prompt, 6, eos=(1, 7))
+    assert len(new[0]) > 1
+
+
+@pytest.mark.parametrize("mode", [None, "spec", "direct", "remask"])
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 17])
+def test_max_new_tokens_is_exact_and_no_mask_is_left(tiny_model, prompts, mode, count):
+    model = sharp_head(tiny_model(block_size=8), 0.2)
+    new, _ = generate(model, batch(prompts), mrp_mode=mode, max_new_tokens=count, eos_token_id=None)
+    assert new.shape == (len(prompts), count)
+    assert not new.eq(model.config.mask_token_id).any()
+
+
+# -- sampling
+
+
+def test_return_sequences_differ_and_repeat_with_the_seed(tiny_model):
+    model = tiny_model(initializer_range=0.1)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
+    options = {"do_sample": True, "temperature": 1.0, "num_return_sequences": 4, "eos_token_id": None}
+    first, _ = generate(model, inputs, seed=1, **options)
+    assert len(set(map(tuple, first.tolist()))) == 4
+    assert generate(model, inputs, seed=1, **options)[0].tolist() == first.tolist()
+    assert generate(model, inputs, seed=1, mrp_mode="spec", **options)[0].tolist() == first.tolist()
+    assert generate(model, inputs, seed=2, **options)[0].tolist() != first.tolist()
+
+
+def enumerated_distribution(model, prompt):
+    """Probability of each of the block's outputs under sequential decoding: p(a) p(b | a), the mask excluded."""
+    mask = model.config.mask_token_id
+    tokens = [token for token in range(4) if token != mask]
+
+    def probabilities(row, position):
+        logits = model(torch.tensor([row])).logits[0, position].double()
+        logits[mask] = -torch.inf
+        return logits.softmax(-1).tolist()
+
+    first = probabilities([*prompt, mask, mask], len(prompt))
+    return {
+        (a, b): first[a] * probabilities([*prompt, a, mask], len(prompt) + 1)[b] for a in tokens for b in tokens
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [None, "spec"])
+def test_samples_follow_the_distribution(tiny_model, mode):
+    """Vocabulary 4, block 2, sequential: 20,000 draws against the enumerated distribution (chi-square, 8 degrees)."""
+    model = sharp_head(tiny_model(vocab_size=4, block_size=2, pad_token_id=None, eos_token_id=None), 0.2)
+    prompt = [0, 2]
+    expected = enumerated_distribution(model, prompt)
+    counts = dict.fromkeys(expected, 0)
+    for seed in range(10):
+        new, _ = generate(
+            model, {"input_ids": torch.tensor([prompt])}, seed=seed, mrp_mode=mode, do_sample=True, top_k=0,
+            remasking_strategy="sequential", num_return_sequences=2000, max_new_tokens=2, eos_token_id=None,
+        )  # fmt: skip
+        for pair in new.tolist():
+            counts[tuple(pair)] += 1
+    chi_square = sum((counts[pair] - 20_000 * p) ** 2 / (20_000 * p) for pair, p in expected.items())
+    assert chi_square < 26.1  # the 0.999 quantile
+
+
+def test_spec_and_the_plain_loop_draw_the_same_distribution_out_of_order(tiny_model):
+    """Static decoding reveals the position that happens to be surest: compared draw by draw, for every seed."""
+    model = sharp_head(tiny_model(vocab_size=4, block_size=2, pad_token_id=None, eos_token_id=None), 0.2)
+    inputs = {"input_ids": torch.tensor([[0, 2, 1]])}
+    options = {"do_sample": True, "top_k": 0, "num_return_sequences": 500, "max_new_tokens": 5, "eos_token_id": None}
+    plain, _ = generate(model, inputs, **options)
+    spec, output = generate(model, inputs, mrp_mode="spec", mrp_steps=3, **options)
+    assert spec.tolist() == plain.tolist()
+    assert output.stats.drafts_proposed.sum() > 0 or output.stats.backbone_forwards.max() <= 5
