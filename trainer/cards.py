@@ -1,0 +1,61 @@
+"""Model cards."""
+
+import re
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from .weight_files import base_of
+
+MODES_WITH_HEAD = """\
+`mrp_mode` is None (the backbone alone), "spec" (the head drafts and the backbone verifies: the same tokens in fewer
+forwards), "direct" (the head is trusted) or "remask" (many tokens at once, the head sends doubtful ones back)."""
+MODES_WITHOUT_HEAD = """\
+`mrp_mode` is None (one backbone forward a step) or "spec" (the backbone drafts from its last logits and verifies: the
+same tokens in fewer forwards)."""
+
+
+def render_card(model, *, name: str, repository: str | None = None, license: str | None = None, figures: str = ""):
+    """The model card, as text, from `hub_cards/card_template.md`.
+
+    Args:
+        model: an `MRPForDiffusionLM`.
+        name: the title.
+        repository: what the example loads; default: the title.
+        license: identifier for the front matter, left out when None.
+        figures: measured results, as Markdown.
+    """
+    config = model.config
+    base_model, base_revision = base_of(model)
+    layers = config.num_mrp_layers
+    on_hub = "/" in base_model
+    front_matter = [f"base_model: {base_model}"] if on_hub else []
+    front_matter += [f"license: {license}"] if license else []
+    template = Template((resources.files("hub_cards") / "card_template.md").read_text(encoding="utf-8"))
+    text = template.substitute(
+        name=name,
+        repository=repository or name,
+        front_matter="\n".join(front_matter),
+        summary="A block diffusion language model"
+        + (" with a residual head that predicts how its logits change as tokens are revealed." if layers else "."),
+        backbone=base_model + (f", revision {base_revision}" if base_revision else ""),
+        layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        block_size=config.block_size,
+        head=f"{layers} layers" if layers > 1 else "1 layer" if layers else "none",
+        dtype=str(model.dtype).removeprefix("torch."),
+        mode='"spec"' if layers else "None",
+        modes=MODES_WITH_HEAD if layers else MODES_WITHOUT_HEAD,
+        figures=f"\n{figures.strip()}\n" if figures.strip() else "",
+    )
+    return re.sub(r"\n{3,}", "\n\n", text.replace("text-generation\n\ntags", "text-generation\ntags")).rstrip() + "\n"
+
+
+def card_license(folder) -> str | None:
+    """The license that a checkpoint's own card states, or None."""
+    path = Path(folder) / "README.md"
+    if not path.exists():
+        return None
+    front = re.match(r"---\n(.*?)\n---", path.read_text(encoding="utf-8"), re.DOTALL)
+    stated = re.search(r"^license: *(\S+) *$", front.group(1), re.MULTILINE) if front else None
+    return stated.group(1) if stated else None
