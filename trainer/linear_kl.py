@@ -1,0 +1,277 @@
+"""The residual loss: KL between two vocabulary distributions, straight from hidden states.
+
+With z_B = W h_B and delta = W (h_S - h_B), both divided by T, and r = delta - (lse_S - lse_B):
+
+    KL = sum p_B (exp(r) - 1 - r)        d KL / d delta = p_B (exp(r) - 1)
+
+Every term of the sum is >= 0 and small where student and teacher agree, so nothing cancels, even in bf16.
+Two rounded logit tensors subtracted from one another lose the gradient long before training ends.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BACKENDS = ("auto", "torch", "triton")
+# Elements of one [rows, V] buffer that chunk_rows="auto" aims at: small enough to save memory, large enough for
+# matrix products at full speed.
+CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
+# Elements the PyTorch row function works on at a time: in cache on a CPU, few launches on a GPU.
+TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**25}
+# Below it exp(r) - 1 - r comes from its series, above it from exp: either way good to a few ulp.
+SMALL = 1 / 16
+# Last factorial of that series, cut off below the rounding of the dtype.
+SERIES_ORDER = {torch.float32: 5, torch.float64: 11}
+
+RowFunction = Callable[[Tensor, Tensor, Tensor, float, bool], None]
+
+
+def linear_kl(
+    h_student: Tensor,
+    h_teacher: Tensor,
+    weight: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    suppress_ids: Sequence[int] | Tensor | None = None,
+    chunk_rows: int | str = "auto",
+    backend: str = "auto",
+) -> Tensor:
+    """KL(softmax(W h_teacher / T) || softmax(W h_student / T)) * T^2 of each row, without keeping logits.
+
+    Only `h_student` gets a gradient; the teacher and the weight are frozen. Memory is
+    O(chunk_rows * V + N * H). The matrix products run in the dtype of `weight`, whatever autocast says; the
+    difference of the hidden states and all work on rows run in float32 (float64 for a float64 weight).
+    Remove rows that do not count before the call; weight the others after it.
+
+    Args:
+        h_student: [N, H], the corrected hidden states h_A + h_C.
+        h_teacher: [N, H], the backbone's hidden states on the revealed block, h_B.
+        weight: [V, H], the output embedding.
+        temperature: T > 0.
+        vocab_size: use only the first `vocab_size` rows of `weight` (padded vocabularies). Default: all.
+        suppress_ids: token ids whose logits count as -inf in both student and teacher.
+        chunk_rows: rows whose logits exist at one time; "auto" chooses by device and vocabulary.
+        backend: "torch", "triton" (CUDA tensors, or any with TRITON_INTERPRET=1), or "auto": triton on CUDA
+            where it is installed, else torch.
+
+    Returns:
+        [N] losses in nats, float32 (float64 for a float64 weight), never negative. 0 where every token is
+        suppressed, +inf where the student rules out a token that the teacher allows, NaN where the row holds one.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together, or an option is out of its range.
+    """
+    _check_tensors(h_student, h_teacher, weight)
+    _check_options(temperature, vocab_size, chunk_rows, weight.shape[0])
+    suppressed = _suppressed_columns(suppress_ids, weight.shape[0], vocab_size, weight.device)
+    weight = weight.detach()[:vocab_size].contiguous()
+    row_function = _row_function(backend, weight)
+    if chunk_rows == "auto":
+        chunk_rows = _auto_chunk_rows(h_student.shape[0], weight)
+    want_gradient = torch.is_grad_enabled() and h_student.requires_grad
+    return _LinearKL.apply(
+        h_student, h_teacher.detach(), weight, suppressed, float(temperature), chunk_rows, row_function, want_gradient
+    )
+
+
+class _LinearKL(torch.autograd.Function):
+    """Computes the gradient along with the loss, while the logits are at hand; backward only scales its rows."""
+
+    @staticmethod
+    def forward(ctx, h_student, h_teacher, weight, suppressed, temperature, chunk_rows, row_function, want_gradient):
+        with torch.autocast(weight.device.type, enabled=False):
+            kl, gradient = _kl_in_chunks(
+                h_student, h_teacher, weight, suppressed, temperature, chunk_rows, row_function, want_gradient
+            )
+        ctx.save_for_backward(gradient)
+        ctx.temperature = temperature  # T^2 of the loss over T of the logits
+        ctx.dtype = h_student.dtype
+        return kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_kl):
+        (gradient,) = ctx.saved_tensors
+        row_scale = grad_kl * ctx.temperature  # [N]
+        return ((gradient * row_scale[:, None]).to(ctx.dtype),) + (None,) * 7
+
+
+def _kl_in_chunks(
+    h_student, h_teacher, weight, suppressed, temperature, chunk_rows, row_function, want_gradient
+) -> tuple[Tensor, Tensor | None]:
+    """Losses [N] and, if wanted, dKL / d(delta / T) @ weight [N, H], one chunk of rows at a time."""
+    n, hidden = h_student.shape
+    chunk_rows = max(1, min(chunk_rows, n))
+    wide = _accumulation_dtype(weight)
+    kl = torch.empty(n, dtype=wide, device=weight.device)
+    gradient = torch.empty(n, hidden, dtype=weight.dtype, device=weight.device) if want_gradient else None
+    stacked = weight.new_empty(2 * chunk_rows, hidden)
+    logits = weight.new_empty(2 * chunk_rows, weight.shape[0])
+    for start in range(0, n, chunk_rows):
+        rows = slice(start, min(start + chunk_rows, n))
+        size = rows.stop - start
+        stacked[:size] = h_teacher[rows]
+        stacked[size : 2 * size] = h_student[rows].to(wide) - h_teacher[rows].to(wide)
+        z = torch.mm(stacked[: 2 * size], weight.t(), out=logits[: 2 * size])
+        teacher, delta = z[:size], z[size:]
+        if suppressed is not None:
+            teacher.index_fill_(1, suppressed, -torch.inf)
+            delta.index_fill_(1, suppressed, 0.0)
+        row_function(teacher, delta, kl[rows], temperature, want_gradient)
+        if want_gradient:
+            torch.mm(delta, weight, out=gradient[rows])
+    return kl, gradient
+
+
+def kl_rows_reference(teacher: Tensor, delta: Tensor, kl: Tensor, temperature: float, write_gradient: bool) -> None:
+    """KL * T^2 of each row of logits, in PyTorch; the same signature as `kl_rows_triton`.
+
+    Args:
+        teacher: [R, V] logits of the teacher. Overwritten.
+        delta: [R, V] logits of the student minus those of the teacher. With `write_gradient` it becomes
+            dKL / d(delta / T), otherwise it is overwritten.
+        kl: [R] receives the losses; its dtype is the one that is calculated in.
+        temperature: T.
+        write_gradient: whether the gradient is wanted.
+    """
+    rows = max(1, TILE_ELEMENTS.get(teacher.device.type, TILE_ELEMENTS["cuda"]) // teacher.shape[1])
+    for start in range(0, len(kl), rows):
+        tile = slice(start, start + rows)
+        tile_kl, gradient = _kl_tile(teacher[tile].to(kl.dtype), delta[tile].to(kl.dtype), temperature)
+        kl[tile] = tile_kl * temperature**2
+        if write_gradient:
+            delta[tile] = gradient
+
+
+def _kl_tile(z: Tensor, d: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """KL [R] and dKL/dd [R, V] of teacher logits z and differences d, both [R, V] and both used as scratch space.
+
+    Two more buffers of that size and two masks are all the memory this takes; hence the `out=`.
+    """
+    if temperature != 1:
+        z.div_(temperature)
+        d.div_(temperature)
+    z.sub_(_finite_peak(z))
+    s = z + d  # student logits, relative to the teacher's peak: large common parts never enter
+    s_peak = _finite_peak(s)
+    sum_s = s.sub_(s_peak).exp_().sum(-1, keepdim=True)
+    sum_b = torch.exp(z, out=s).sum(-1, keepdim=True)
+    lse_b = torch.where(sum_b == 0, 0.0, sum_b.log())
+    lse_change = torch.where(sum_s == 0, 0.0, s_peak + sum_s.log() - lse_b)
+
+    log_p = z.sub_(lse_b)
+    r = d.sub_(lse_change)
+    # |p (exp(r) - 1)| = max(p, q) (1 - exp(-|r|)): no overflow whichever of p and q is the larger
+    larger = torch.clamp(r, min=0, out=s).add_(log_p).exp_()
+    shrink = r.abs().neg_().expm1_()
+    gradient = torch.copysign(larger.mul_(shrink), r, out=larger)
+    is_small = shrink > math.expm1(-SMALL)
+
+    p = log_p.exp_()
+    series = _series(r, out=shrink).mul_(r).mul_(r).mul_(p)  # p (exp(r) - 1 - r), |r| small
+    p_is_zero = p == 0
+    exact = torch.sub(gradient, p.mul_(r).masked_fill_(p_is_zero, 0.0), out=p)  # the same, |r| large
+    kl = torch.where(is_small, series, exact, out=series).sum(-1)
+    return kl, gradient
+
+
+def _finite_peak(x: Tensor) -> Tensor:
+    """Row maxima [R, 1], or 0 where a row is -inf throughout."""
+    peak = x.amax(-1, keepdim=True)
+    return torch.where(peak == -torch.inf, 0.0, peak)
+
+
+def _series(r: Tensor, out: Tensor) -> Tensor:
+    """(exp(r) - 1 - r) / r^2 = 1/2 (1 + r/3 (1 + r/4 (...))) for small r."""
+    order = SERIES_ORDER[r.dtype]
+    one = r.new_ones(())
+    torch.mul(r, 1 / order, out=out).add_(1)
+    for k in range(order - 1, 2, -1):
+        torch.addcmul(one, out, r, value=1 / k, out=out)
+    return out.mul_(0.5)
+
+
+def _accumulation_dtype(weight: Tensor) -> torch.dtype:
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
+def _auto_chunk_rows(n: int, weight: Tensor) -> int:
+    """Rows per chunk near the element target of the device, chunks of about equal size."""
+    most = max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cuda"]) // weight.shape[0])
+    chunks = max(1, math.ceil(n / most))
+    return max(1, math.ceil(n / chunks))
+
+
+def _row_function(backend: str, weight: Tensor) -> RowFunction:
+    """The function that turns a chunk's logits into losses and gradients."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "torch" or (backend == "auto" and not weight.is_cuda):
+        return kl_rows_reference
+    # Imported only when asked for: a CPU run needs no triton.
+    from .linear_kl_triton import HAS_TRITON, INTERPRETED, kl_rows_triton
+
+    obstacle = None
+    if not HAS_TRITON:
+        obstacle = "triton is not installed"
+    elif weight.dtype == torch.float64:
+        obstacle = "it calculates in float32 and the weight is float64"
+    elif not weight.is_cuda and not INTERPRETED:
+        obstacle = f"the tensors are on {weight.device}; move them to CUDA or set TRITON_INTERPRET=1 before importing"
+    if obstacle is None:
+        return kl_rows_triton
+    if backend == "auto":
+        return kl_rows_reference
+    raise ValueError(f"backend='triton' cannot be used: {obstacle}, or use backend='torch'")
+
+
+def _suppressed_columns(
+    ids: Sequence[int] | Tensor | None, padded_size: int, vocab_size: int | None, device: torch.device
+) -> Tensor | None:
+    """The suppressed ids that lie inside the vocabulary, as an index, or None."""
+    if ids is None:
+        return None
+    columns = torch.as_tensor(ids)
+    if columns.numel() == 0:
+        return None
+    if columns.dim() != 1 or columns.is_floating_point() or columns.dtype == torch.bool:
+        raise ValueError(f"suppress_ids must be a flat list of token ids, got {ids!r}")
+    if columns.min() < 0 or columns.max() >= padded_size:
+        raise ValueError(
+            f"suppress_ids must lie in [0, {padded_size}), the rows of weight; got {columns.min()} to {columns.max()}"
+        )
+    return columns[columns < (vocab_size or padded_size)].to(device, torch.long)
+
+
+def _check_tensors(h_student: Tensor, h_teacher: Tensor, weight: Tensor) -> None:
+    named = {"h_student": h_student, "h_teacher": h_teacher, "weight": weight}
+    for name, tensor in named.items():
+        if tensor.dim() != 2 or not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} must be a floating-point matrix, got {tensor.dtype} of shape {list(tensor.shape)}; "
+                "flatten hidden states to [N, H] first"
+            )
+        if tensor.device != weight.device:
+            raise ValueError(f"{name} is on {tensor.device} and weight on {weight.device}; move them together")
+    if h_student.shape != h_teacher.shape:
+        raise ValueError(
+            "h_student and h_teacher must have the same shape, "
+            f"got {list(h_student.shape)} and {list(h_teacher.shape)}"
+        )
+    if weight.shape[0] == 0 or weight.shape[1] != h_student.shape[1]:
+        raise ValueError(
+            f"weight must be [V, {h_student.shape[1]}] with V >= 1 to fit the hidden states, got {list(weight.shape)}"
+        )
+
+
+def _check_options(temperature: float, vocab_size: int | None, chunk_rows: int | str, padded_size: int) -> None:
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature must be a finite number above 0, got {temperature}")
+    if vocab_size is not None and not 1 <= vocab_size <= padded_size:
+        raise ValueError(f"vocab_size must be from 1 to {padded_size}, the rows of weight; got {vocab_size}")
+    if chunk_rows != "auto" and not (isinstance(chunk_rows, int) and chunk_rows >= 1):
+        raise ValueError(f'chunk_rows must be "auto" or a whole number of at least 1, got {chunk_rows!r}')
