@@ -5,6 +5,7 @@ from safetensors.torch import load_file
 from trainer.corruption import (
     draw_noise,
     draw_reveals,
+    loss_normaliser,
     loss_weights,
     order_reveals,
     revealed_states,
@@ -116,7 +117,8 @@ def test_weights_and_normaliser_give_the_golden_loss(name):
     answer = golden["train.labels"] != -100
     reveal_step = masked * (2 - reveal)
     p_mask = golden["train.p_mask"][:, None].expand(answer.shape)
-    weight, normaliser = loss_weights(reveal_step, p_mask, answer, 1)
+    weight = loss_weights(reveal_step, p_mask, 1)
+    normaliser = loss_normaliser(reveal_step, p_mask, answer, 1)
     torch.testing.assert_close(normaliser.sum(), golden["train.normaliser"], rtol=1e-6, atol=0)
     loss = (weight[:, 0] * golden["train.kl_per_token"]).sum() / normaliser.sum()
     torch.testing.assert_close(loss, golden["train.loss"], rtol=1e-5, atol=0)
@@ -125,6 +127,7 @@ def test_weights_and_normaliser_give_the_golden_loss(name):
 def test_normaliser_counts_reveals_of_all_steps_so_far():
     reveal_step = torch.tensor([[0, 0, 1, 2, 3]])
     answer = torch.tensor([[False, True, True, True, True]])
-    weight, normaliser = loss_weights(reveal_step, torch.full((1, 5), 0.5), answer, 2)
+    p_mask = torch.full((1, 5), 0.5)
+    normaliser = loss_normaliser(reveal_step, p_mask, answer, 2)
     assert normaliser.tolist() == [[4 - 2, 4 - 4]]
-    assert weight.tolist() == [[[0, 0, 0, 2, 2], [0, 0, 0, 0, 2]]]
+    assert loss_weights(reveal_step, p_mask, 2).tolist() == [[[0, 0, 0, 2, 2], [0, 0, 0, 0, 2]]]

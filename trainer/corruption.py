@@ -89,22 +89,29 @@ def revealed_states(clean_ids: Tensor, reveal_step: Tensor, steps: int, mask_tok
     return noisy, clean_ids[:, None].expand(hidden.shape).masked_fill(hidden, mask_token_id)
 
 
-def loss_weights(reveal_step: Tensor, p_mask: Tensor, answer: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """How the loss of each step weighs positions, and what its sum is divided by.
+def loss_weights(reveal_step: Tensor, p_mask: Tensor, steps: int) -> Tensor:
+    """Weight of each position in the loss of each step: 1/p where it is still masked in x_k, else 0.
 
     Args:
-        reveal_step: int64 [R, L]; p_mask: float32 [R, L], the masking probability of each position;
-        answer: bool [R, L].
+        reveal_step: int64 [R, L]; p_mask: float32 [R, L], the masking probability of each position.
 
     Returns:
-        weight float32 [R, K, L]: 1/p where a token is still masked in x_k, else 0;
-        normaliser float32 [R, K]: answer tokens minus the sum of 1/p over the tokens that reveals 1..k show.
+        float32 [R, K, L].
     """
-    inverse = (1 / p_mask)[:, None]
-    hidden = _still_masked(reveal_step, steps)
-    shown = (reveal_step > 0)[:, None] & ~hidden
-    normaliser = answer.sum(-1, keepdim=True) - (inverse * shown).sum(-1)
-    return inverse * hidden, normaliser.float()
+    return _still_masked(reveal_step, steps) / p_mask[:, None]
+
+
+def loss_normaliser(reveal_step: Tensor, p_mask: Tensor, answer: Tensor, steps: int) -> Tensor:
+    """What the weighted sum of each step is divided by: answer tokens minus the sum of 1/p over reveals 1..k.
+
+    Args:
+        reveal_step: int64 [R, L]; p_mask: float32 [R, L]; answer: bool [R, L].
+
+    Returns:
+        float32 [R, K].
+    """
+    shown = (reveal_step > 0)[:, None] & ~_still_masked(reveal_step, steps)
+    return (answer.sum(-1, keepdim=True) - (shown / p_mask[:, None]).sum(-1)).float()
 
 
 def _still_masked(reveal_step: Tensor, steps: int) -> Tensor:

@@ -1,0 +1,218 @@
+"""Options of training: model, data, and the trainer's own on top of transformers' TrainingArguments; one flat YAML."""
+
+import difflib
+from argparse import SUPPRESS
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from .data import LONG_SAMPLES
+from .linear_kl import BACKENDS
+
+REVEALS = ("random", "confident")
+HEAD_INITS = ("fresh", "backbone_layers")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def option(default, help: str, **kwargs):
+    """A dataclass field with help text; lists and dicts are copied for each instance."""
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata={"help": help}, **kwargs)
+    return field(default=default, metadata={"help": help}, **kwargs)
+
+
+@dataclass
+class ModelArguments:
+    """Which backbone, and how the head on it starts."""
+
+    base_model: str | None = option(None, "Folder or Hub id of an SDAR, SDAR-MRP or own checkpoint. Required.")
+    base_revision: str | None = option(None, "Revision of it on the Hub.")
+    head: str | None = option(None, "Folder or Hub id of a head to start from (a head checkpoint of this trainer).")
+    num_mrp_layers: int | None = option(
+        None, "Layers of the head; default: those of the checkpoint's own head, or 3 where it has none."
+    )
+    head_init: str = option(
+        "fresh", f"How the layers of a new head start, one of {', '.join(HEAD_INITS)}: at random or as copies."
+    )
+    block_size: int | None = option(None, "Tokens per block, when the checkpoint's config does not say or is wrong.")
+    mask_token_id: int | None = option(None, "Id of the mask token, when the checkpoint's config does not say.")
+    backbone_dtype: str = option("auto", f"Dtype of the frozen backbone, one of {', '.join(DTYPES)}.")
+    attn_implementation: str | None = option(
+        None, "sdpa, eager or flex_attention; default: flex_attention on CUDA, else sdpa."
+    )
+
+    def __post_init__(self):
+        _one_of("head_init", self.head_init, HEAD_INITS)
+        _one_of("backbone_dtype", self.backbone_dtype, DTYPES)
+        _at_least("num_mrp_layers", self.num_mrp_layers, 1)
+        _at_least("block_size", self.block_size, 1)
+        _at_least("mask_token_id", self.mask_token_id, 0)
+
+
+@dataclass
+class DataArguments:
+    """Where the samples come from and how they become rows."""
+
+    train_data: str | None = option(
+        None, "jsonl or parquet file, folder, or Hub data set with messages, prompt and completion, or text. Required."
+    )
+    eval_data: str | None = option(None, "The same for held-out evaluation.")
+    data_config: str | None = option(None, "Configuration of the Hub data sets.")
+    train_split: str = option("train", "Split to train on.")
+    eval_split: str = option("train", "Split of eval_data to evaluate on.")
+    streaming: bool = option(False, "Read train_data as it is used; needs max_steps.")
+    shuffle_buffer: int = option(1000, "Samples that a stream is shuffled in; 0: not at all.")
+    sequence_length: int = option(1024, "Tokens per row.")
+    packing: bool = option(True, "Put several samples into one row.")
+    long_samples: str = option(
+        "split", f"What happens to samples longer than a row, one of {', '.join(LONG_SAMPLES)}."
+    )
+    append_eos: bool = option(True, "End texts and completions with the end-of-text token.")
+    preprocessing_processes: int = option(1, "Processes that tokenize.")
+
+    def __post_init__(self):
+        _one_of("long_samples", self.long_samples, LONG_SAMPLES)
+        _at_least("sequence_length", self.sequence_length, 1)
+        _at_least("shuffle_buffer", self.shuffle_buffer, 0)
+        _at_least("preprocessing_processes", self.preprocessing_processes, 1)
+
+
+@dataclass
+class MRPTrainingArguments(TrainingArguments):
+    """transformers' TrainingArguments with other defaults, and what the corruption and the loss need."""
+
+    output_dir: str | None = option("mrp-head", "Where checkpoints go.")
+    learning_rate: float = option(1e-3, "Peak learning rate.")
+    lr_scheduler_type: str = option("cosine_with_min_lr", "Learning rate schedule.")
+    lr_scheduler_kwargs: dict | str | None = option(
+        None, 'Options of the schedule; default for cosine_with_min_lr: {"min_lr_rate": 0.1}.'
+    )
+    num_train_epochs: float = option(1.0, "Passes over the data.")
+    logging_steps: float = option(10, "Steps between log lines.")
+    remove_unused_columns: bool = field(default=False, metadata={"help": SUPPRESS})  # the collator needs its columns
+
+    unroll_steps: int = option(3, "K: reveals in a row, each followed by one step of the head.")
+    reveal: str = option(
+        "random",
+        f"Which masked tokens a reveal shows, one of {', '.join(REVEALS)}: any, or those that the backbone is surest "
+        "of (one more frozen forward).",
+    )
+    reveal_counts: list[int] = option([1], "Tokens that a block reveals at a step; drawn when there are several.")
+    noise_eps: float = option(1e-3, "Lower end of the masking probability.")
+    noise_per_block: bool = option(False, "Draw one masking probability per block instead of one per sample.")
+    kl_temperature: float = option(1.0, "Temperature of both distributions in the loss.")
+    kl_chunk_rows: str = option("auto", "Rows whose logits exist at one time in the loss: auto or a number.")
+    kl_backend: str = option("auto", f"Implementation of the loss, one of {', '.join(BACKENDS)}.")
+    head_metrics: bool = option(True, "Log KL with and without the head and agreement per depth at logging steps.")
+
+    def __post_init__(self):
+        if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == "cosine_with_min_lr":
+            self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
+        super().__post_init__()
+        _at_least("unroll_steps", self.unroll_steps, 1)
+        _one_of("reveal", self.reveal, REVEALS)
+        _one_of("kl_backend", self.kl_backend, BACKENDS)
+        if not self.reveal_counts:
+            raise ValueError("reveal_counts must hold at least one number")
+        for count in self.reveal_counts:
+            _at_least("reveal_counts", count, 1)
+        if not 0 < self.noise_eps < 1:
+            raise ValueError(f"noise_eps must lie between 0 and 1, got {self.noise_eps}")
+        if not self.kl_temperature > 0:
+            raise ValueError(f"kl_temperature must be above 0, got {self.kl_temperature}")
+        if self.kl_chunk_rows != "auto":
+            if not str(self.kl_chunk_rows).isdigit():
+                raise ValueError(f"kl_chunk_rows must be auto or a whole number, got {self.kl_chunk_rows!r}")
+            _at_least("kl_chunk_rows", int(self.kl_chunk_rows), 1)
+        if self.remove_unused_columns:
+            raise ValueError("remove_unused_columns must be False: the collator needs columns the model does not take")
+
+    @property
+    def noise_seed(self) -> int:
+        """Seed of the noise: `data_seed`, or `seed` when that is not set."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+
+ARGUMENTS = (ModelArguments, DataArguments, MRPTrainingArguments)
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str):
+        raise ValueError(message)
+
+
+def argument_parser() -> HfArgumentParser:
+    """Parser of `CONFIG.yaml --key value ...` that lists every option with its default."""
+    parser = _Parser(
+        ARGUMENTS,
+        prog="mrp train",
+        description="Train a residual head. Options come from a YAML file and are overridden by --key value.",
+        epilog="Example: mrp train hub_cards/recipes/tiny.yaml --learning_rate 5e-4 --output_dir heads/tiny",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="flat YAML of the options below")
+    return parser
+
+
+def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, MRPTrainingArguments]:
+    """Options from a YAML file and the command line, the latter winning.
+
+    Args:
+        argv: `[CONFIG.yaml] [--key value ...]`.
+
+    Raises:
+        ValueError: for an unknown option (naming the nearest one), a value of the wrong kind or out of range.
+    """
+    parser = argument_parser()
+    known, unknown = parser.parse_known_args(argv)
+    for word in sorted(unknown, key=lambda word: not word.startswith("--")):
+        if word.startswith("--"):
+            raise _unknown_option(word[2:].split("=")[0], "on the command line")
+        raise ValueError(f"unexpected {word!r} on the command line: options are given as --key value")
+    if known.config is not None:
+        parser.set_defaults(**read_config(known.config))
+    *parsed, _ = parser.parse_args_into_dataclasses(argv)
+    return tuple(parsed)
+
+
+def read_config(path) -> dict:
+    """Read a flat YAML file of options.
+
+    Raises:
+        ValueError: when it is no mapping or has a key that no option has, naming the nearest one.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"config file {path} does not exist")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold `key: value` lines, got a {type(values).__name__}")
+    for key in values:
+        if key not in option_names():
+            raise _unknown_option(str(key), f"in {path}")
+    return values
+
+
+def option_names() -> list[str]:
+    """Names of all options."""
+    return [f.name for arguments in ARGUMENTS for f in fields(arguments) if f.init]
+
+
+def _unknown_option(name: str, where: str) -> ValueError:
+    near = difflib.get_close_matches(name, option_names(), n=1, cutoff=0.0)[0]
+    return ValueError(f"unknown option {name!r} {where}: did you mean {near!r}?")
+
+
+def _one_of(name: str, value, allowed: tuple):
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _at_least(name: str, value, least: int):
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")

@@ -1,0 +1,379 @@
+"""Text, chat and prompt-completion data: loading, tokenizing, fitting into rows, and the collator.
+
+A prepared row holds one or more whole samples one after another:
+    input_ids [S], answer_mask [S] (1 = supervised), lengths [samples], sample_ids [samples] (keys of the noise)
+"""
+
+import hashlib
+import json
+from bisect import bisect_left, insort
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+from transformers.utils import logging
+
+from .corruption import draw_noise, draw_reveals, loss_normaliser, loss_weights, revealed_states, sample_rng
+
+logger = logging.get_logger(__name__)
+
+ROW_COLUMNS = ["input_ids", "answer_mask", "lengths", "sample_ids"]
+FORMATS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
+LONG_SAMPLES = ("split", "drop")
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+CACHE_VERSION = 1  # counted up when what a row holds changes
+NUMBER_BITS = 10  # a sample id is row << 20 | sample within the row << 10 | piece of a split sample
+IGNORED = -1  # segment and block of padding
+
+
+def load_source(source, *, name: str | None = None, split: str = "train", streaming: bool = False):
+    """A data set from a jsonl or parquet file, a folder, or a Hub id.
+
+    Args:
+        source: a file, a folder of such files, a folder written by `save_to_disk`, or the id of a Hub data set.
+        name: configuration of a Hub data set.
+        split: which split of it.
+        streaming: read as it is used instead of at once.
+
+    Raises:
+        ValueError: for a file of another kind, a split that is not there, or a folder that cannot be streamed.
+    """
+    path = Path(source)
+    if path.is_file():
+        if path.suffix not in FILE_FORMATS:
+            raise ValueError(f"data file {path} must end in one of {', '.join(FILE_FORMATS)}")
+        return load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), split="train", streaming=streaming)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        dataset = load_from_disk(str(path))
+        if not isinstance(dataset, Dataset):
+            if split not in dataset:
+                raise ValueError(f"{path} has no split {split!r}, only {', '.join(dataset)}")
+            dataset = dataset[split]
+        return dataset.to_iterable_dataset() if streaming else dataset
+    return load_dataset(str(source), name, split=split, streaming=streaming)
+
+
+def prepare_dataset(
+    dataset,
+    tokenizer,
+    *,
+    sequence_length: int,
+    packing: bool = True,
+    long_samples: str = "split",
+    append_eos: bool = True,
+    num_proc: int | None = None,
+):
+    """Tokenize a data set and fit its samples into rows of at most `sequence_length` tokens.
+
+    Supervised are: of chats (column `messages`) what the assistant says, of `prompt` and `completion` the
+    completion, of `text` everything. Samples with nothing to supervise are left out.
+
+    Args:
+        dataset: a `Dataset` or `IterableDataset` with one of these formats; one that is prepared comes back as it is.
+        tokenizer: with a chat template where there are chats.
+        packing: put several samples into one row; nothing is cut to make them fit.
+        long_samples: "split" a sample longer than a row into several, or "drop" it.
+        append_eos: end texts and completions with the tokenizer's end-of-text token.
+        num_proc: processes that tokenize.
+
+    Returns:
+        The same kind of data set with the columns `input_ids`, `answer_mask`, `lengths` and `sample_ids`.
+
+    Raises:
+        ValueError: unknown columns or options, or nothing to supervise in the whole data set.
+    """
+    if long_samples not in LONG_SAMPLES:
+        raise ValueError(f"long_samples must be one of {', '.join(LONG_SAMPLES)}, got {long_samples!r}")
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
+    columns = _columns(dataset)
+    if set(ROW_COLUMNS) <= set(columns):
+        return dataset
+    tokenize = partial(_tokenize_batch, tokenizer=tokenizer, kind=_format(columns), append_eos=append_eos)
+    fit = _Fit(sequence_length, packing, long_samples)
+    if isinstance(dataset, Dataset):
+        options = [_tokenizer_key(tokenizer), append_eos, num_proc, CACHE_VERSION]
+        tokens = _map(dataset, tokenize, [dataset._fingerprint, *options], columns, num_proc, with_indices=True)
+        rows = _map(tokens, fit, [tokens._fingerprint, sequence_length, packing, long_samples], ROW_COLUMNS, num_proc)
+        _report(tokens, rows, fit)
+    else:
+        tokens = dataset.map(tokenize, batched=True, with_indices=True, remove_columns=columns)
+        rows = tokens.map(fit, batched=True, remove_columns=ROW_COLUMNS)
+    if next(iter(rows), None) is None:
+        raise ValueError("no sample has anything to supervise: check the data set's format and its assistant turns")
+    return rows
+
+
+def _columns(dataset) -> list[str]:
+    if dataset.column_names is not None:
+        return list(dataset.column_names)
+    first = next(iter(dataset), None)  # a stream need not know its columns
+    if first is None:
+        raise ValueError("the data set is empty")
+    return list(first)
+
+
+def _format(columns: list[str]) -> str:
+    for kind, needed in FORMATS.items():
+        if set(needed) <= set(columns):
+            return kind
+    expected = "; ".join(" and ".join(needed) for needed in FORMATS.values())
+    raise ValueError(f"the data set has the columns {', '.join(columns)}, expected one of: {expected}")
+
+
+def _map(dataset: Dataset, function, key: list, columns: list[str], num_proc: int | None, **options) -> Dataset:
+    """`Dataset.map` whose cache is found again by `key`, and by nothing that changes from run to run."""
+    fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+    processes = min(num_proc or 1, max(1, len(dataset)))
+    return dataset.map(
+        function,
+        batched=True,
+        remove_columns=columns,
+        num_proc=processes if processes > 1 else None,
+        new_fingerprint=fingerprint,
+        **options,
+    )
+
+
+def _tokenizer_key(tokenizer) -> str:
+    """Hash of all that decides about the ids: vocabulary and rules, special tokens, chat template."""
+    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    state = [backend, str(tokenizer.special_tokens_map), tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def _report(tokens: Dataset, rows: Dataset, fit: "_Fit"):
+    counts, length = Counter(), fit.sequence_length
+    for batch in tokens.select_columns(["lengths", "answer_mask"]).iter(1000):
+        counts.update(_fate(mask, length) for mask in batch["answer_mask"])
+    total = sum(counts.values())
+    logger.info("%d samples in %d rows of at most %d tokens", total - counts["empty"], len(rows), length)
+    if counts["empty"]:
+        logger.warning("%d of %d samples have nothing to supervise and are left out", counts["empty"], total)
+    if counts["long"]:
+        action = {"split": "split into several", "drop": "dropped"}[fit.long_samples]
+        logger.warning("%d of %d samples are longer than %d tokens and are %s", counts["long"], total, length, action)
+
+
+def _fate(answer_mask: list[int], sequence_length: int) -> str:
+    if not any(answer_mask):
+        return "empty"
+    return "long" if len(answer_mask) > sequence_length else "fits"
+
+
+# --- tokenizing
+
+
+def _tokenize_batch(batch: dict, indices: list[int], *, tokenizer, kind: str, append_eos: bool) -> dict:
+    rows = {column: [] for column in ROW_COLUMNS}
+    for at, index in enumerate(indices):
+        pieces = _samples_of({column: batch[column][at] for column in FORMATS[kind]}, tokenizer, kind, append_eos)
+        for number, sample in enumerate(pieces):
+            ids, mask = [], []
+            for part, supervised in sample:
+                ids += part
+                mask += [int(supervised)] * len(part)
+            _append(rows, ids, mask, [len(ids)], [(index << 2 * NUMBER_BITS) + (number << NUMBER_BITS)])
+    return rows
+
+
+def _samples_of(row: dict, tokenizer, kind: str, append_eos: bool) -> list[list[tuple[list[int], bool]]]:
+    """The samples of one row of the data set; a sample is a list of (ids, supervised)."""
+    if kind == "prompt-completion" and isinstance(row["prompt"], list):
+        row, kind = {"messages": [*row["prompt"], *row["completion"]]}, "messages"
+    if kind == "messages":
+        plain = partial(tokenizer, add_special_tokens=False)
+        turns = chat_samples(row["messages"], tokenizer)
+        return [[(plain(text)["input_ids"], supervised) for text, supervised in sample] for sample in turns]
+    end = [tokenizer.eos_token_id] if append_eos and tokenizer.eos_token_id is not None else []
+    if kind == "text":
+        return [[(tokenizer(row["text"])["input_ids"] + end, True)]]
+    completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
+    return [[(tokenizer(row["prompt"])["input_ids"], False), (completion + end, True)]]
+
+
+def chat_samples(messages: list[dict], tokenizer) -> list[list[tuple[str, bool]]]:
+    """Cut a conversation into (text, supervised) pieces: supervised is what the assistant says, its end included.
+
+    A template that shows earlier turns differently later on (without their reasoning, say) gives one sample for each
+    rendering, so that every answer is trained behind the very text that it will see in use.
+
+    Raises:
+        ValueError: when the template's prompt is not how its own answer begins.
+    """
+
+    def render(upto: int, **options) -> str:
+        return tokenizer.apply_chat_template(messages[:upto], tokenize=False, **options)
+
+    samples, written = [], None
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant" or turn == 0:
+            continue
+        prompt, full = render(turn, add_generation_prompt=True), render(turn + 1)
+        if not full.startswith(prompt):
+            raise ValueError(
+                "the chat template writes an answer that does not begin with its generation prompt "
+                f"({prompt[-40:]!r}): assistant turns cannot be told apart, use another template or prompt/completion"
+            )
+        if written is None or not prompt.startswith(written):
+            samples.append([])
+            written = ""
+        samples[-1] += [(prompt[len(written) :], False), (full[len(prompt) :], True)]
+        written = full
+    return samples
+
+
+# --- fitting into rows
+
+
+class _Fit:
+    """Splits or drops what is longer than a row, leaves out what has no answer, packs the rest."""
+
+    def __init__(self, sequence_length: int, packing: bool, long_samples: str):
+        self.sequence_length = sequence_length
+        self.packing = packing
+        self.long_samples = long_samples
+
+    def __call__(self, batch: dict) -> dict:
+        samples = [
+            piece
+            for ids, mask, sample_ids in zip(
+                batch["input_ids"], batch["answer_mask"], batch["sample_ids"], strict=True
+            )
+            for piece in self._pieces(ids, mask, sample_ids[0])
+        ]
+        lengths = [len(ids) for ids, _, _ in samples]
+        bins = pack(lengths, self.sequence_length) if self.packing else [[i] for i in range(len(samples))]
+        rows = {column: [] for column in ROW_COLUMNS}
+        for members in bins:
+            ids, masks, sample_ids = zip(*(samples[i] for i in members), strict=True)
+            _append(rows, sum(ids, []), sum(masks, []), [lengths[i] for i in members], list(sample_ids))
+        return rows
+
+    def _pieces(self, ids, mask, sample_id):
+        if len(ids) > self.sequence_length and self.long_samples == "drop":
+            return
+        for piece, start in enumerate(range(0, len(ids), self.sequence_length)):
+            cut = slice(start, start + self.sequence_length)
+            if any(mask[cut]):
+                yield ids[cut], mask[cut], sample_id + piece
+
+
+def pack(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Best fit, longest first: bins of indices whose lengths sum to at most `capacity`, in order of appearance."""
+    bins, spaces = [], []  # spaces: sorted (room left, bin)
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(spaces, (lengths[index], -1))
+        if at == len(spaces):
+            bins.append([])
+            room, number = capacity, len(bins) - 1
+        else:
+            room, number = spaces.pop(at)
+        bins[number].append(index)
+        insort(spaces, (room - lengths[index], number))
+    return sorted(sorted(members) for members in bins)
+
+
+def _append(rows: dict, *values):
+    for column, value in zip(ROW_COLUMNS, values, strict=True):
+        rows[column].append(value)
+
+
+# --- the collator
+
+
+@dataclass
+class MRPCollator:
+    """Noises prepared rows and makes a batch of fixed shapes.
+
+    Args:
+        block_size, mask_token_id, pad_token_id: of the model.
+        steps: K, how many reveals follow one another.
+        sequence_length: L; None: the longest row of the batch, rounded up to whole blocks.
+        seed: the noise of a sample depends on (seed, sample id, epoch) alone.
+        reveal_counts: how many tokens a block reveals at a step; drawn when there are several.
+        noise_eps: the masking probability p lies in [eps, 1].
+        noise_per_block: one p for each block instead of one for each sample.
+    """
+
+    block_size: int
+    mask_token_id: int
+    steps: int
+    pad_token_id: int = 0
+    sequence_length: int | None = None
+    seed: int = 0
+    reveal_counts: tuple[int, ...] = (1,)
+    noise_eps: float = 1e-3
+    noise_per_block: bool = False
+    # Shared memory: workers that live through several epochs see the change too.
+    _epoch: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long).share_memory_(), repr=False)
+
+    def set_epoch(self, epoch: int):
+        """Draw other noise from now on."""
+        self._epoch.fill_(epoch)
+
+    def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
+        """Batch of rows made by `prepare_dataset`.
+
+        Returns:
+            input_ids [R, L] (x_t), revealed_ids [R, K, L] (x_1..x_K), clean_ids [R, L], segment_ids [R, L] and
+            block_ids [R, L] (counted over the row, -1 = padding), loss_weight [R, K, L], normaliser [R, K],
+            reveal_step [R, L] and p_mask [R, L] (see corruption.py).
+
+        Raises:
+            ValueError: for rows that were not prepared or are longer than `sequence_length`.
+        """
+        length = self._length(rows)
+        shape = len(rows), length
+        clean = torch.full(shape, self.pad_token_id)
+        segment, block = torch.full(shape, IGNORED), torch.full(shape, IGNORED)
+        answer = torch.zeros(shape, dtype=torch.bool)
+        reveal_step, p_mask = torch.zeros(shape, dtype=torch.long), torch.ones(shape)
+        for r, row in enumerate(rows):
+            used = len(row["input_ids"])
+            clean[r, :used] = torch.as_tensor(row["input_ids"])
+            answer[r, :used] = torch.as_tensor(row["answer_mask"]).bool()
+            start = first_block = 0
+            for number, (size, sample) in enumerate(zip(row["lengths"], row["sample_ids"], strict=True)):
+                at = slice(start, start + size)
+                sample_block = torch.arange(size) // self.block_size
+                reveal_step[r, at], p_mask[r, at] = self._corrupt(answer[r, at], sample_block, int(sample))
+                segment[r, at] = number
+                block[r, at] = first_block + sample_block
+                start, first_block = start + size, first_block + int(sample_block[-1]) + 1
+        noisy, states = revealed_states(clean, reveal_step, self.steps, self.mask_token_id)
+        return {
+            "input_ids": noisy,
+            "revealed_ids": states,
+            "clean_ids": clean,
+            "segment_ids": segment,
+            "block_ids": block,
+            "loss_weight": loss_weights(reveal_step, p_mask, self.steps),
+            "normaliser": loss_normaliser(reveal_step, p_mask, answer, self.steps),
+            "reveal_step": reveal_step,
+            "p_mask": p_mask,
+        }
+
+    def _corrupt(self, answer, block, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rng = sample_rng(self.seed, sample, int(self._epoch))
+        masked, p = draw_noise(answer, block, rng, eps=self.noise_eps, per_block=self.noise_per_block)
+        return draw_reveals(masked, block, self.steps, rng, counts=tuple(self.reveal_counts)), p
+
+    def _length(self, rows: list[dict]) -> int:
+        missing = [column for column in ROW_COLUMNS if column not in rows[0]]
+        if missing:
+            raise ValueError(f"rows lack {', '.join(missing)}: pass the data set through prepare_dataset first")
+        longest = max(len(row["input_ids"]) for row in rows)
+        if self.sequence_length is None:
+            return -(-longest // self.block_size) * self.block_size
+        if longest > self.sequence_length:
+            raise ValueError(f"a row of {longest} tokens does not fit into sequence_length={self.sequence_length}")
+        return self.sequence_length
+
+
+def is_streamed(dataset) -> bool:
+    """Whether a data set is read as it is used, so that nobody knows its length."""
+    return isinstance(dataset, IterableDataset)
