@@ -1,0 +1,286 @@
+"""MRPTrainer: transformers' Trainer for the residual head alone, over a frozen backbone."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+from .arguments import MRPTrainingArguments
+from .corruption import loss_weights, order_reveals, revealed_states
+from .data import MRPCollator, prepare_dataset
+from .head_files import load_head, save_head
+from .head_metrics import HeadMetrics, measure_head
+from .linear_kl import linear_kl
+
+MODEL_INPUTS = ("input_ids", "revealed_ids", "clean_ids", "segment_ids")
+NO_LOGITS = torch.empty(0, dtype=torch.long)
+
+
+class MRPTrainer(Trainer):
+    """Trains `model.mrp_head` so that h_A + h_C gives the logits the backbone has after the reveal.
+
+    Args:
+        model: an `MRPForDiffusionLM` with a head. Its backbone is frozen and stays in eval mode; a backbone in half
+            precision keeps its dtype while the head is trained in float32.
+        args: `MRPTrainingArguments`.
+        train_dataset, eval_dataset: rows of `prepare_dataset`, or raw text, chat or prompt-completion data together
+            with `processing_class`, which are then prepared with `sequence_length` tokens a row.
+        processing_class: the tokenizer.
+        data_collator: an `MRPCollator`; default: one made from `args` and the model's config.
+        sequence_length: tokens per row; None: rows as long as the longest of a batch needs (raw data: 1024).
+
+    The rest is as in `Trainer`. Checkpoints hold the head, the optimizer and the state of the training, never the
+    backbone, and are refused by another backbone.
+
+    Raises:
+        ValueError: a model without a head or with a backbone that is not frozen.
+    """
+
+    def __init__(
+        self,
+        model=None,
+        args: MRPTrainingArguments | None = None,
+        data_collator=None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        sequence_length: int | None = None,
+        callbacks: list | None = None,
+        **kwargs,
+    ):
+        args = MRPTrainingArguments() if args is None else args
+        _check_model(model)
+        model.mrp_head.float()
+        train_dataset, eval_dataset = (
+            _prepared(dataset, processing_class, sequence_length) for dataset in (train_dataset, eval_dataset)
+        )
+        if data_collator is None:
+            data_collator = collator_for(model, args, sequence_length)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=[_EpochOfNoise(data_collator), *(callbacks or [])],
+            **kwargs,
+        )
+        self.model_accepts_loss_kwargs = True  # the loss is already divided by that of the whole optimizer step
+        self._metrics = self._no_metrics()
+        self._measure_always = False
+
+    # --- the loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Mean over the K steps of sum(KL * weight) / normaliser, on the positions still masked at each step.
+
+        Args:
+            model: the model, wrapped or not.
+            inputs: a batch of `MRPCollator`.
+            return_outputs: also return the model's output.
+            num_items_in_batch: [K], the normaliser of the whole optimizer step over all ranks; None: of this batch.
+
+        Returns:
+            The loss, a scalar with a gradient even where nothing is supervised.
+        """
+        if self.args.reveal == "confident":
+            inputs = self._reveal_confident(inputs)
+        out = model(**{name: inputs[name] for name in MODEL_INPUTS}, logits_to_keep=NO_LOGITS, teacher=True)
+        lm_head = self._lm_head()
+        normaliser = _floored(_normaliser_and_rows(inputs)) if num_items_in_batch is None else num_items_in_batch
+        weight = inputs["loss_weight"] / normaliser.to(self.args.device)[:, None]  # [R, K, L]
+        supervised = weight > 0
+        kl = linear_kl(
+            out.corrected_hidden_states[supervised],
+            out.revealed_hidden_states[supervised],
+            lm_head,
+            temperature=self.args.kl_temperature,
+            chunk_rows=self._chunk_rows(),
+            backend=self.args.kl_backend,
+        )
+        loss = (kl * weight[supervised]).sum() / weight.shape[1]
+        if self._wants_metrics():
+            self._metrics += measure_head(
+                out.last_hidden_state,
+                out.corrected_hidden_states,
+                out.revealed_hidden_states,
+                lm_head,
+                inputs["loss_weight"],
+                inputs["block_ids"],
+                self.model.config.mask_token_id,
+            )
+        if num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # ranks are averaged, and each holds its share of the sum
+        return (loss, out) if return_outputs else loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict], device) -> Tensor | None:
+        """The normaliser [K] of one optimizer step: all its batches, all ranks."""
+        if not batch_samples:
+            return None
+        counts = sum(_normaliser_and_rows(batch) for batch in batch_samples).to(device)
+        return _floored(self.accelerator.reduce(counts, reduction="sum"))
+
+    @torch.no_grad()
+    def _reveal_confident(self, inputs: dict) -> dict:
+        """Reveal as many tokens as the batch says, but those that the backbone is surest of on x_t."""
+        model = self.accelerator.unwrap_model(self.model)
+        masked = inputs["reveal_step"] > 0
+        hidden = model(
+            inputs["input_ids"],
+            clean_ids=inputs["clean_ids"],
+            segment_ids=inputs["segment_ids"],
+            logits_to_keep=NO_LOGITS,
+        ).last_hidden_state[masked]
+        lm_head, mask_token_id = self._lm_head(), model.config.mask_token_id
+        scores = []
+        for rows in hidden.split(max(1, 2**24 // lm_head.shape[0])):
+            logits = (rows @ lm_head.T).float()
+            logits[:, mask_token_id] = -torch.inf
+            scores.append(logits.amax(-1) - logits.logsumexp(-1))
+        row, position = masked.nonzero(as_tuple=True)
+        block = row * (inputs["block_ids"].max() + 1) + inputs["block_ids"][row, position]
+        reveal_step = inputs["reveal_step"].clone()
+        if scores:
+            reveal_step[masked] = order_reveals(reveal_step[masked], block, torch.cat(scores))
+        steps = self.args.unroll_steps
+        _, states = revealed_states(inputs["clean_ids"], reveal_step, steps, mask_token_id)
+        weight = loss_weights(reveal_step, inputs["p_mask"], steps)
+        return {**inputs, "reveal_step": reveal_step, "revealed_ids": states, "loss_weight": weight}
+
+    def _lm_head(self) -> Tensor:
+        return self.accelerator.unwrap_model(self.model).lm_head.weight
+
+    def _chunk_rows(self) -> int | str:
+        return "auto" if self.args.kl_chunk_rows == "auto" else int(self.args.kl_chunk_rows)
+
+    # --- figures
+
+    def _no_metrics(self) -> HeadMetrics:
+        return HeadMetrics.zeros(self.args.unroll_steps, self.args.device)
+
+    def _wants_metrics(self) -> bool:
+        """In an evaluation, and in the training step whose end is logged."""
+        if not self.model.training:
+            return self._measure_always
+        every = self.state.logging_steps
+        return self.args.head_metrics and bool(every) and (self.state.global_step + 1) % every == 0
+
+    def _take_metrics(self) -> dict[str, float]:
+        sums = self.accelerator.reduce(self._metrics.stacked(), reduction="sum")
+        self._metrics = self._no_metrics()
+        return HeadMetrics(*sums).summary()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self.args.head_metrics:
+            logs.update(self._take_metrics())
+        super().log(logs, start_time)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The loss alone: no logits exist that could be returned."""
+        with torch.no_grad():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss.detach(), None, None
+
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        training_metrics, self._metrics = self._metrics, self._no_metrics()
+        self._measure_always = True
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self._measure_always = False
+        output.metrics.update({f"{metric_key_prefix}_{k}": v for k, v in self._take_metrics().items()})
+        self._metrics = training_metrics
+        return output
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        """Evaluations see the same noise every time."""
+        with self._collator(replace(self.data_collator, _epoch=torch.zeros(1, dtype=torch.long))):
+            return super().get_eval_dataloader(eval_dataset)
+
+    @contextmanager
+    def _collator(self, collator):
+        usual, self.data_collator = self.data_collator, collator
+        try:
+            yield
+        finally:
+            self.data_collator = usual
+
+    # --- checkpoints: the head alone
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if not self.args.should_save:
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+        save_head(self.accelerator.unwrap_model(self.model), folder)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        load_head(self.accelerator.unwrap_model(self.model if model is None else model), resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        load_head(self.accelerator.unwrap_model(self.model), self.state.best_model_checkpoint)
+
+
+class _EpochOfNoise(TrainerCallback):
+    """Tells the collator which epoch it is; counts by itself, since `state.epoch` of a stream is a guess."""
+
+    def __init__(self, collator: MRPCollator):
+        self.collator = collator
+        self.epoch = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.epoch = int(state.epoch or 0)
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.collator.set_epoch(self.epoch)
+        self.epoch += 1
+
+
+def _normaliser_and_rows(batch: dict) -> Tensor:
+    """[2, K]: the sum of the normalisers, and how many positions are supervised."""
+    return torch.stack([batch["normaliser"].sum(0), (batch["loss_weight"] > 0).sum((0, 2)).float()])
+
+
+def _floored(counts: Tensor) -> Tensor:
+    """The normaliser [K], but at least the number of supervised positions, and 1.
+
+    By chance a small batch may hold so many early reveals at a low p that its normaliser is near zero or below.
+    """
+    return counts.amax(0).clamp(min=1)
+
+
+def collator_for(model, args: MRPTrainingArguments, sequence_length: int | None = None) -> MRPCollator:
+    """The collator that these arguments describe for this model."""
+    config = model.config
+    return MRPCollator(
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        pad_token_id=config.pad_token_id or 0,
+        steps=args.unroll_steps,
+        sequence_length=sequence_length,
+        seed=args.noise_seed,
+        reveal_counts=tuple(args.reveal_counts),
+        noise_eps=args.noise_eps,
+        noise_per_block=args.noise_per_block,
+    )
+
+
+def _check_model(model):
+    if model is None:
+        raise ValueError("model must be an MRPForDiffusionLM with a head, got None")
+    if model.config.num_mrp_layers == 0:
+        raise ValueError("the model has no head to train: load it with from_backbone(..., num_mrp_layers=3)")
+    thawed = [name for name, p in model.named_parameters() if p.requires_grad and not name.startswith("mrp_head.")]
+    if thawed:
+        raise ValueError(f"only the head trains, but {thawed[0]} requires a gradient: call model.freeze_backbone()")
+
+
+def _prepared(dataset, tokenizer, sequence_length: int | None):
+    if isinstance(dataset, dict):
+        return {name: _prepared(part, tokenizer, sequence_length) for name, part in dataset.items()}
+    if isinstance(dataset, Dataset | IterableDataset):
+        return prepare_dataset(dataset, tokenizer, sequence_length=sequence_length or 1024)
+    return dataset
