@@ -122,13 +122,17 @@ class Sampler:
     def _distributions(self, logits, context):
         """(log softmax before truncation, processed scores that the choice is made from), float32 [R, ..., V]."""
         shape = logits.shape
-        scores = logits.float().reshape(-1, shape[-1])
-        scores = scores.index_fill(-1, torch.tensor(self.mask_token_id, device=scores.device), -torch.inf)
-        if self.processes:
-            context = context.repeat_interleave(scores.shape[0] // shape[0], dim=0)
+        scores = self._forbid_mask(logits.float().reshape(-1, shape[-1]))
+        if not self.processes:
+            return scores.log_softmax(-1).view(shape), scores.view(shape)
+        context = context.repeat_interleave(scores.shape[0] // shape[0], dim=0)
         for processor in self.shaping:
             scores = processor(context, scores)
+        scores = self._forbid_mask(scores)  # a processor may have allowed it again, and no step would end then
         log_probs = scores.log_softmax(-1)
         for processor in self.truncation:
             scores = processor(context, scores)
-        return log_probs.view(shape), scores.view(shape)
+        return log_probs.view(shape), self._forbid_mask(scores).view(shape)
+
+    def _forbid_mask(self, scores):
+        return scores.index_fill(-1, torch.tensor(self.mask_token_id, device=scores.device), -torch.inf)
