@@ -54,6 +54,8 @@ class MRPTrainer(Trainer):
         args = MRPTrainingArguments() if args is None else args
         _check_model(model)
         model.mrp_head.float()
+        # transformers sets it on configs that come from the Hub only; head checkpoints state it.
+        model.config._commit_hash = vars(model.config).get("_commit_hash")
         train_dataset, eval_dataset = (
             _prepared(dataset, processing_class, sequence_length) for dataset in (train_dataset, eval_dataset)
         )
