@@ -57,9 +57,9 @@ def read_checkpoint(source, num_mrp_layers=None, block_size=None, mask_token_id=
         )
     prefix = _head_prefix(tensor_names(source, hub))
     has_head = prefix is not None and num_mrp_layers != 0
+    _override(values, "block_size", block_size)
+    _override(values, "mask_token_id", mask_token_id)
     config = _config(source, values, num_mrp_layers, has_head)
-    _override(config, "block_size", block_size)
-    _override(config, "mask_token_id", mask_token_id)
     renames = {}
     if prefix is not None and prefix != HEAD_PREFIX:
         renames["^" + prefix.replace(".", r"\.")] = HEAD_PREFIX
@@ -108,11 +108,11 @@ def _config(source, values: dict, num_mrp_layers: int | None, has_head: bool) ->
     return config
 
 
-def _override(config: MRPConfig, name: str, value: int | None):
-    """Set an option of the config; a value other than the checkpoint's own is allowed, but not in silence."""
-    current = config.to_dict()[name]
+def _override(values: dict, name: str, value: int | None):
+    """Set an option in the config's values; one other than the checkpoint's own is allowed, but not in silence."""
+    current = values.get(name)
     if value is None or value == current:
         return
     if current is not None:
         warnings.warn(f"{name}={value} overrides {current}, which the checkpoint was trained with", stacklevel=4)
-    setattr(config, name, value)
+    values[name] = value
