@@ -49,6 +49,11 @@ class MRPConfig(Qwen3Config):
         super().__init__(**kwargs)
         if mask_token_id is not None and not 0 <= mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id must be below vocab_size {self.vocab_size}, got {mask_token_id}")
+        if set(self.layer_types) != {"full_attention"}:
+            raise ValueError(
+                "use_sliding_window (layer_types other than 'full_attention') is not supported: "
+                "a block attends to all earlier blocks"
+            )
 
 
 MRPConfig.register_for_auto_class()
