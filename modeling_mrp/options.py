@@ -1,6 +1,7 @@
 """Options of one decoding call, checked."""
 
 import difflib
+import warnings
 from dataclasses import dataclass, fields
 
 from .step_rules import STRATEGIES, StepRule
@@ -64,6 +65,11 @@ class DecodingOptions:
             values.setdefault("remask_threshold", config.calibrated_remask_threshold)
         options = cls(**values)
         options._check(has_head)
+        if options.block_size != config.block_size:
+            warnings.warn(
+                f"block_size={options.block_size} overrides {config.block_size}, which the model was trained with",
+                stacklevel=2,
+            )
         return options
 
     def _check(self, has_head: bool):
