@@ -7,7 +7,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, 
 
 from .block_state import BlockState
 from .decoding import BACKBONE, HEAD, PREFILL, Decoder
-from .inputs import check_inputs, left_align
+from .inputs import check_inputs, check_mask, left_align
 from .options import OPTION_NAMES, DecodingOptions, nearest
 from .sampling import Sampler, row_keys
 
@@ -17,7 +17,7 @@ TRUNCATION += ("EpsilonLogitsWarper", "EtaLogitsWarper")
 # transformers' own processors that make sense without a left-to-right order
 ORDER_FREE = TRUNCATION + ("TemperatureLogitsWarper", "SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor")
 ORDER_FREE += ("LogitNormalization", "NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor")
-MODEL_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "logits_to_keep")
+MODEL_ARGUMENTS = ("input_ids", "attention_mask")
 # options of transformers that mean nothing here, with the values that leave them off
 UNSUPPORTED = {
     "num_beams": (None, 1),
@@ -35,6 +35,9 @@ UNSUPPORTED = {
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
     "output_logits": (None, False),
+    "position_ids": (None,),
+    "past_key_values": (None,),
+    "cache": (None,),
 }
 
 
@@ -150,20 +153,20 @@ class MRPGenerationMixin(GenerationMixin):
     def _prepare_generation_config(self, generation_config, *args, **kwargs):
         ours = {name: kwargs.pop(name) for name in OPTION_NAMES if name in kwargs}
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
-        for name in model_kwargs:
-            if name not in MODEL_ARGUMENTS and model_kwargs[name] is not None:
-                known = (*OPTION_NAMES, *vars(generation_config), *MODEL_ARGUMENTS)
-                raise ValueError(f"unknown option {name!r} of generate.{nearest(name, known)}")
+        stored = vars(generation_config)
+        given = stored | model_kwargs
         for name, off in UNSUPPORTED.items():
-            value = vars(generation_config).get(name)
-            if value not in off:
-                raise ValueError(f"{name}={value!r} is not supported in block-diffusion decoding: leave it out")
+            if given.get(name) not in off:
+                raise ValueError(f"{name}={given[name]!r} is not supported in block-diffusion decoding: leave it out")
+        for name in model_kwargs:
+            if name not in (*MODEL_ARGUMENTS, *UNSUPPORTED) and model_kwargs[name] is not None:
+                known = (*OPTION_NAMES, *stored, *MODEL_ARGUMENTS)
+                raise ValueError(f"unknown option {name!r} of generate.{nearest(name, known)}")
         temperature = generation_config.temperature
         if generation_config.do_sample and temperature is not None and not temperature > 0:
             raise ValueError(
                 f"temperature must be above 0 with do_sample=True, got {temperature}: use do_sample=False"
             )
-        stored = vars(generation_config)
         values = {name: stored[name] for name in OPTION_NAMES if name in stored}
         generation_config.decoding_options = DecodingOptions.resolve(values | ours, self.config)
         return generation_config, model_kwargs
@@ -191,6 +194,8 @@ class MRPGenerationMixin(GenerationMixin):
         max_new_tokens = generation_config.max_length - input_ids.shape[1]
         ids = input_ids.to(self.device, torch.long)
         mask = model_kwargs.get("attention_mask")
+        if mask is not None:
+            check_mask(mask, input_ids)  # again: transformers makes one of the pad tokens when none is given
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(self.device).bool()
         prompts, lengths = left_align(ids, valid)
 

@@ -11,7 +11,7 @@ def check_inputs(ids, mask, config):
     """
     _check_ids(ids)
     if mask is not None:
-        _check_mask(mask, ids)
+        check_mask(mask, ids)
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     outside = valid & ((ids < 0) | (ids >= config.vocab_size))
     if outside.any():
@@ -35,21 +35,33 @@ def _check_ids(ids):
         raise ValueError(f"input_ids must hold at least one row and one token, got shape {tuple(ids.shape)}")
 
 
-def _check_mask(mask, ids):
-    if mask.shape != ids.shape:
-        raise ValueError(
-            f"attention_mask must have the shape of input_ids {tuple(ids.shape)}, got {tuple(mask.shape)}"
-        )
+def check_mask(mask, ids):
+    """Refuse an attention mask [R, P] whose rows are not one run of ones, with padding on one side.
+
+    Raises:
+        ValueError: saying what is wrong.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        got = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask must be a tensor of the shape of input_ids {tuple(ids.shape)}, got {got}")
     valid = mask.bool()
     empty = ~valid.any(1)
     if empty.any():
         raise ValueError(
             f"attention_mask leaves no token in row {int(empty.nonzero()[0])}: a prompt needs at least one"
         )
-    changes = (valid[:, 1:] != valid[:, :-1]).sum(1)
-    padded_on_both_sides = ~valid[:, 0] & ~valid[:, -1]
-    if (changes > 1).any() or padded_on_both_sides.any():
-        raise ValueError("attention_mask has holes: the ones of each row must be contiguous, with padding on one side")
+    if has_holes(valid) or (~valid[:, 0] & ~valid[:, -1]).any():
+        raise ValueError(
+            "attention_mask has holes: the ones of each row must be contiguous, with padding on one side "
+            "(without an attention_mask, every pad token in input_ids is taken for padding)"
+        )
+
+
+def has_holes(mask: torch.Tensor) -> bool:
+    """Whether a row of a mask [R, P] has zeros between its ones."""
+    valid = mask.bool()
+    starts = (valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0].long()
+    return bool((starts > 1).any())
 
 
 def left_align(ids: torch.Tensor, valid: torch.Tensor):

@@ -21,7 +21,7 @@ from .checkpoints import HEAD_PREFIX, read_checkpoint
 from .configuration_mrp import MRPConfig
 from .decoding import Decoder  # noqa: F401
 from .generation_mrp import MRPGenerationMixin
-from .inputs import check_inputs  # noqa: F401
+from .inputs import has_holes
 from .masks import CLEAN, PADDING, Tokens, attention_mask, join, segment_positions, tokens_of_stream
 from .options import DecodingOptions  # noqa: F401
 from .sampling import Sampler  # noqa: F401
@@ -260,6 +260,8 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
                 raise ValueError(
                     f"{name} must have the shape of input_ids {tuple(ids.shape)}, got {tuple(tensor.shape)}"
                 )
+        if position_ids is None and attention_mask is not None and has_holes(attention_mask):
+            raise ValueError("attention_mask has holes: the ones of each row must be contiguous, or pass position_ids")
         if position_ids is not None and position_ids.shape[-1] != ids.shape[1]:
             raise ValueError(f"position_ids must have {ids.shape[1]} columns, got shape {tuple(position_ids.shape)}")
         if teacher and revealed_ids is None:
