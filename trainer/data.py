@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+from datasets import Dataset, Features, IterableDataset, Value, load_dataset, load_from_disk
 from transformers.utils import logging
 
 from .corruption import draw_noise, draw_reveals, loss_normaliser, loss_weights, revealed_states, sample_rng
@@ -21,6 +21,7 @@ from .corruption import draw_noise, draw_reveals, loss_normaliser, loss_weights,
 logger = logging.get_logger(__name__)
 
 ROW_COLUMNS = ["input_ids", "answer_mask", "lengths", "sample_ids"]
+FEATURES = Features({column: [Value("int64")] for column in ROW_COLUMNS} | {"answer_mask": [Value("int8")]})
 FORMATS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
 LONG_SAMPLES = ("split", "drop")
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -100,8 +101,8 @@ def prepare_dataset(
         rows = _map(tokens, fit, [tokens._fingerprint, sequence_length, packing, long_samples], ROW_COLUMNS, num_proc)
         _report(tokens, rows, fit)
     else:
-        tokens = dataset.map(tokenize, batched=True, with_indices=True, remove_columns=columns)
-        rows = tokens.map(fit, batched=True, remove_columns=ROW_COLUMNS)
+        tokens = dataset.map(tokenize, batched=True, with_indices=True, remove_columns=columns, features=FEATURES)
+        rows = tokens.map(fit, batched=True, remove_columns=ROW_COLUMNS, features=FEATURES)
     if next(iter(rows), None) is None:
         raise ValueError("no sample has anything to supervise: check the data set's format and its assistant turns")
     return rows
@@ -132,6 +133,7 @@ def _map(dataset: Dataset, function, key: list, columns: list[str], num_proc: in
         function,
         batched=True,
         remove_columns=columns,
+        features=FEATURES,
         num_proc=processes if processes > 1 else None,
         new_fingerprint=fingerprint,
         **options,
@@ -140,9 +142,11 @@ def _map(dataset: Dataset, function, key: list, columns: list[str], num_proc: in
 
 def _tokenizer_key(tokenizer) -> str:
     """Hash of all that decides about the ids: vocabulary and rules, special tokens, chat template."""
-    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    state = [backend, str(tokenizer.special_tokens_map), tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+    rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
+    for call in ("truncation", "padding"):  # traces of earlier calls
+        rules.pop(call, None)
+    state = [rules, str(tokenizer.special_tokens_map), tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _report(tokens: Dataset, rows: Dataset, fit: "_Fit"):

@@ -1,0 +1,111 @@
+import dataclasses
+
+import pytest
+
+from trainer.arguments import (
+    ARGUMENTS,
+    DataArguments,
+    ModelArguments,
+    MRPTrainingArguments,
+    argument_parser,
+    option_names,
+    parse_arguments,
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text):
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_yaml_sets_options_of_all_groups_and_the_command_line_wins(config):
+    path = config("base_model: some/model\nsequence_length: 64\nunroll_steps: 2\nreveal_counts: [1, 3]\n")
+    model, data, training = parse_arguments([path, "--unroll_steps", "4", "--kl_temperature", "0.5"])
+    assert (model.base_model, data.sequence_length, training.reveal_counts) == ("some/model", 64, [1, 3])
+    assert (training.unroll_steps, training.kl_temperature) == (4, 0.5)
+
+
+def test_number_that_yaml_reads_as_text_is_still_a_number(config):
+    assert parse_arguments([config("learning_rate: 5e-4\n")])[2].learning_rate == 5e-4
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [("unrol_steps", "unroll_steps"), ("sequence_len", "sequence_length"), ("learnin_rate", "learning_rate")],
+)
+def test_unknown_key_is_an_error_that_names_the_nearest(config, given, nearest):
+    with pytest.raises(ValueError, match=f"'{given}'.*'{nearest}'"):
+        parse_arguments([config(f"{given}: 1\n")])
+    with pytest.raises(ValueError, match=f"'{given}'.*'{nearest}'"):
+        parse_arguments([f"--{given}", "1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("unroll_steps", "0"),
+        ("unroll_steps", "two"),
+        ("reveal", "best"),
+        ("reveal_counts", "0"),
+        ("noise_eps", "1"),
+        ("kl_temperature", "0"),
+        ("kl_chunk_rows", "some"),
+        ("kl_backend", "numpy"),
+        ("remove_unused_columns", "true"),
+        ("long_samples", "cut"),
+        ("sequence_length", "0"),
+        ("head_init", "zeros"),
+        ("num_mrp_layers", "0"),
+        ("backbone_dtype", "int8"),
+    ],
+)
+def test_value_out_of_range_is_an_error_that_names_the_option(name, value):
+    with pytest.raises(ValueError, match=name):
+        parse_arguments([f"--{name}", value])
+
+
+def test_config_that_is_missing_broken_or_no_mapping_is_refused(config, tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        parse_arguments([str(tmp_path / "none.yaml")])
+    with pytest.raises(ValueError, match="no valid YAML"):
+        parse_arguments([config("a: [1\n")])
+    with pytest.raises(ValueError, match="list"):
+        parse_arguments([config("- unroll_steps\n")])
+
+
+def test_stray_word_on_the_command_line_is_refused(config):
+    with pytest.raises(ValueError, match="'again'"):
+        parse_arguments([config("unroll_steps: 2\n"), "again"])
+
+
+def test_no_two_groups_share_an_option_and_ours_have_help_text():
+    names = option_names()
+    assert len(names) == len(set(names))
+    own = [f for group in (ModelArguments, DataArguments) for f in dataclasses.fields(group)]
+    inherited = {f.name for f in dataclasses.fields(MRPTrainingArguments.__base__)}
+    own += [f for f in dataclasses.fields(MRPTrainingArguments) if f.name not in inherited]
+    assert [f.name for f in own if not f.metadata.get("help")] == []
+
+
+def test_help_lists_every_option_with_its_default():
+    text = " ".join(argument_parser().format_help().split())
+    for name in option_names():
+        if name != "remove_unused_columns":
+            assert f"--{name}" in text
+    assert "(default: 1024)" in text
+    assert "mrp train hub_cards/recipes/tiny.yaml" in text
+
+
+def test_schedule_of_another_type_gets_no_minimum():
+    assert MRPTrainingArguments().lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert not MRPTrainingArguments(lr_scheduler_type="linear").lr_scheduler_kwargs
+
+
+def test_every_default_is_valid():
+    for group in ARGUMENTS:
+        group()
