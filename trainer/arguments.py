@@ -105,6 +105,10 @@ class MRPTrainingArguments(TrainingArguments):
     kl_temperature: float = option(1.0, "Temperature of both distributions in the loss.")
     kl_chunk_rows: str = option("auto", "Rows whose logits exist at one time in the loss: auto or a number.")
     kl_backend: str = option("auto", f"Implementation of the loss, one of {', '.join(BACKENDS)}.")
+    decode_prompts: int = option(
+        8, "Prompts of the evaluation data that each evaluation decodes: true tokens per forward and acceptance."
+    )
+    decode_new_tokens: int = option(64, "Tokens decoded for each of them.")
     head_metrics: bool = option(True, "Log KL with and without the head and agreement per depth at logging steps.")
 
     def __post_init__(self):
@@ -112,6 +116,8 @@ class MRPTrainingArguments(TrainingArguments):
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         super().__post_init__()
         _at_least("unroll_steps", self.unroll_steps, 1)
+        _at_least("decode_prompts", self.decode_prompts, 0)
+        _at_least("decode_new_tokens", self.decode_new_tokens, 1)
         _one_of("reveal", self.reveal, REVEALS)
         _one_of("kl_backend", self.kl_backend, BACKENDS)
         if not self.reveal_counts:

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback
 from .arguments import MRPTrainingArguments
 from .corruption import loss_weights, order_reveals, revealed_states
 from .data import MRPCollator, prepare_dataset
+from .decode_evaluation import decode_figures, prompts_of
 from .head_files import load_head, save_head
 from .head_metrics import HeadMetrics, measure_head
 from .linear_kl import linear_kl
@@ -192,9 +193,19 @@ class MRPTrainer(Trainer):
         self._measure_always = True
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         self._measure_always = False
-        output.metrics.update({f"{metric_key_prefix}_{k}": v for k, v in self._take_metrics().items()})
+        figures = self._take_metrics() | self._decode_some()
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         self._metrics = training_metrics
         return output
+
+    def _decode_some(self) -> dict[str, float]:
+        """Decode some held-out prompts with the head as it is, K head steps deep."""
+        args, model = self.args, self.accelerator.unwrap_model(self.model)
+        rows = self.eval_dataset
+        if isinstance(rows, dict):
+            rows = next(iter(rows.values()))
+        prompts = [] if rows is None else prompts_of(rows, args.decode_prompts, model.config.block_size)
+        return decode_figures(model, prompts, args.unroll_steps + 1, args.decode_new_tokens) if prompts else {}
 
     def get_eval_dataloader(self, eval_dataset=None):
         """Evaluations see the same noise every time."""

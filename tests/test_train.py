@@ -1,0 +1,190 @@
+"""`mrp train` end to end, in processes of its own where a user would have them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from trainer.arguments import MRPTrainingArguments, parse_arguments
+from trainer.train import build_trainer, checkpoint_to_resume, main
+
+WORDS = ["one", "two", "three", "four", "five"]
+
+
+def write_data(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def project(tiny_model, word_tokenizer, tmp_path):
+    """A folder with a backbone without a head, data, and a config; returns a function that writes the config."""
+    tiny_model(num_mrp_layers=0).save_pretrained(tmp_path / "base")
+    word_tokenizer.save_pretrained(tmp_path / "base")
+    records = [
+        {"prompt": f"what is {a} plus {b} ?", "completion": f"so {b} and {a} . {a}"} for a in WORDS for b in WORDS
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def write(name="run", **options):
+        values = {
+            "base_model": str(tmp_path / "base"),
+            "num_mrp_layers": 1,
+            "train_data": str(tmp_path / "data.jsonl"),
+            "output_dir": str(tmp_path / name),
+            "sequence_length": 16,
+            "packing": False,
+            "per_device_train_batch_size": 4,
+            "max_steps": 6,
+            "save_steps": 2,
+            "logging_steps": 1,
+            "unroll_steps": 2,
+            "use_cpu": True,
+            "disable_tqdm": True,
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values | options))
+        return str(path)
+
+    return write
+
+
+OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+ENVIRONMENT = {**os.environ, **OFFLINE, "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+def run(*command):
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+TRAIN = "import sys; from trainer.train import main; sys.exit(main(sys.argv[1:]))"
+
+
+def head(folder):
+    return load_file(folder / "mrp_head.safetensors")
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def losses(folder):
+    state = json.loads((folder / "trainer_state.json").read_text())
+    return {log["step"]: log["loss"] for log in state["log_history"] if "loss" in log}
+
+
+def test_config_gives_a_head_that_loads_onto_its_backbone(project, tmp_path):
+    config = project(eval_data=str(tmp_path / "data.jsonl"), eval_strategy="steps", eval_steps=3, decode_new_tokens=8)
+    assert main([config]) == 0
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    evaluations = [log for log in history if "eval_loss" in log]
+    assert [log["step"] for log in evaluations] == [3, 6]
+    for log in evaluations:
+        assert log["eval_tokens_per_forward"] > 0
+        assert 0 <= log["eval_accepted_1"] <= 1
+    again = project("again", head=str(tmp_path / "run"))
+    trainer = build_trainer(*parse_arguments([again]))
+    assert same(dict(trainer.model.mrp_head.state_dict()), head(tmp_path / "run"))
+
+
+def test_zero_learning_rate_writes_the_warm_start_byte_for_byte(project, tmp_path):
+    main([project(max_steps=1)])
+    main([project("again", head=str(tmp_path / "run"), learning_rate=0.0, max_steps=1)])
+    written = [(tmp_path / name / "mrp_head.safetensors").read_bytes() for name in ("run", "again")]
+    assert written[0] == written[1]
+
+
+def test_stream_trains_and_needs_max_steps(project, tmp_path):
+    assert main([project(streaming=True, max_steps=3)]) == 0
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3]
+    with pytest.raises(ValueError, match="max_steps"):
+        main([project(streaming=True, max_steps=-1)])
+
+
+def test_what_is_missing_is_named(project):
+    with pytest.raises(ValueError, match="base_model is required"):
+        main([])
+    with pytest.raises(ValueError, match="train_data is required"):
+        main(["--base_model", "somewhere"])
+    with pytest.raises(ValueError, match="no folder"):
+        checkpoint_to_resume(MRPTrainingArguments(resume_from_checkpoint="nowhere"))
+
+
+def test_auto_resumes_where_there_is_something_and_starts_afresh_otherwise(project, tmp_path):
+    arguments = parse_arguments([project(resume_from_checkpoint="auto")])[2]
+    assert checkpoint_to_resume(arguments) is None
+    main([project(resume_from_checkpoint="auto")])
+    assert checkpoint_to_resume(arguments) == str(tmp_path / "run" / "checkpoint-6")
+
+
+@pytest.mark.slow
+def test_killed_run_goes_on_bit_exactly_in_a_fresh_process(project, tmp_path):
+    run(sys.executable, "-c", TRAIN, project("whole", max_steps=60, save_steps=5))
+    config = project("killed", max_steps=60, save_steps=5)
+    process = subprocess.Popen([sys.executable, "-c", TRAIN, config], env=ENVIRONMENT)
+    while not (tmp_path / "killed" / "checkpoint-10" / "trainer_state.json").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "killed" / "mrp_head.safetensors").exists()
+    run(sys.executable, "-c", TRAIN, config, "--resume_from_checkpoint", "auto")
+    assert same(head(tmp_path / "killed"), head(tmp_path / "whole"))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_interrupt_saves_and_stops_after_the_step(project, tmp_path):
+    config = project(max_steps=100_000, save_steps=50_000, logging_steps=1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAIN, config],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while "loss" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    [checkpoint] = (tmp_path / "run").glob("checkpoint-*")
+    assert same(head(checkpoint), head(tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_processes_equal_one_with_twice_the_batch(project, tmp_path, accumulation):
+    """Every other sample has one answer token, which the first reveal shows: some ranks have nothing to supervise."""
+    write_data(
+        tmp_path / "uneven.jsonl",
+        [{"prompt": "what is", "completion": " ".join(WORDS * 3) if i % 2 else "one"} for i in range(16)],
+    )
+    common = {
+        "train_data": str(tmp_path / "uneven.jsonl"),
+        "append_eos": False,
+        "sequence_length": 20,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "max_grad_norm": 1e9,
+        "max_steps": 4,
+        "save_strategy": "no",
+        "gradient_accumulation_steps": accumulation,
+    }
+    run(sys.executable, "-c", TRAIN, project("one", per_device_train_batch_size=2, **common))
+    (tmp_path / "launch.py").write_text(TRAIN)
+    config = project("two", per_device_train_batch_size=1, ddp_backend="gloo", **common)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run(*launcher, str(tmp_path / "launch.py"), config)
+    one, two = head(tmp_path / "one"), head(tmp_path / "two")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert max(losses(tmp_path / "one").values()) > 0

@@ -1,0 +1,158 @@
+"""`mrp train`: from one YAML to a trained head."""
+
+import signal
+import threading
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, TrainerCallback, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
+
+from modeling_mrp import MRPForDiffusionLM
+
+from .arguments import DataArguments, ModelArguments, MRPTrainingArguments, parse_arguments
+from .data import is_streamed, load_source, prepare_dataset
+from .head_files import load_head
+from .memory import advice, estimate_memory, free_memory
+from .mrp_trainer import MRPTrainer
+
+logger = logging.get_logger(__name__)
+
+
+def main(argv: list[str]) -> int:
+    """Train a head as `argv` (`CONFIG.yaml [--key value ...]`) says; returns the exit status.
+
+    `output_dir` then holds the head alone, with a note of the backbone it belongs to.
+
+    Raises:
+        ValueError: for an option that is unknown, missing or out of range, or data that do not fit.
+    """
+    model_args, data_args, args = parse_arguments(argv)
+    logging.set_verbosity_info()
+    trainer = build_trainer(model_args, data_args, args)
+    report_memory(trainer, data_args.sequence_length)
+    interrupt = SaveOnInterrupt()
+    trainer.add_callback(interrupt)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+    trainer.save_model()
+    trainer.save_state()
+    return 130 if interrupt.requested.is_set() else 0
+
+
+def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: MRPTrainingArguments) -> MRPTrainer:
+    """Model, tokenizer, data and trainer as the options say."""
+    for name, value in (("base_model", model_args.base_model), ("train_data", data_args.train_data)):
+        if value is None:
+            raise ValueError(f"{name} is required: set it in the YAML or pass --{name}")
+    if data_args.streaming and args.max_steps <= 0:
+        raise ValueError("streaming needs max_steps: nobody knows how long a stream is")
+    set_seed(args.seed)  # a fresh head is the same on every rank and in every run
+    model = load_model(model_args)
+    tokenizer = AutoTokenizer.from_pretrained(model_args.base_model, revision=model_args.base_revision)
+    with args.main_process_first(desc="tokenize"):
+        train = load_rows(data_args.train_data, data_args.train_split, data_args, tokenizer, data_args.streaming)
+        evaluation = data_args.eval_data and load_rows(data_args.eval_data, data_args.eval_split, data_args, tokenizer)
+    if is_streamed(train) and data_args.shuffle_buffer:
+        train = train.shuffle(seed=args.noise_seed, buffer_size=data_args.shuffle_buffer)
+    return MRPTrainer(
+        model,
+        args,
+        train_dataset=train,
+        eval_dataset=evaluation or None,
+        processing_class=tokenizer,
+        sequence_length=data_args.sequence_length if data_args.packing else None,
+    )
+
+
+def load_model(model_args: ModelArguments) -> MRPForDiffusionLM:
+    """The backbone with its own, a fresh, or a given head."""
+    attention = model_args.attn_implementation or ("flex_attention" if torch.cuda.is_available() else "sdpa")
+    model = MRPForDiffusionLM.from_backbone(
+        model_args.base_model,
+        num_mrp_layers=model_args.num_mrp_layers,
+        head_init=model_args.head_init,
+        block_size=model_args.block_size,
+        mask_token_id=model_args.mask_token_id,
+        revision=model_args.base_revision,
+        dtype=model_args.backbone_dtype,
+        attn_implementation=attention,
+    )
+    if model_args.head is not None:
+        load_head(model, model_args.head)
+    return model
+
+
+def load_rows(source: str, split: str, data_args: DataArguments, tokenizer, streaming: bool = False):
+    """The prepared rows of one source."""
+    dataset = load_source(source, name=data_args.data_config, split=split, streaming=streaming)
+    return prepare_dataset(
+        dataset,
+        tokenizer,
+        sequence_length=data_args.sequence_length,
+        packing=data_args.packing,
+        long_samples=data_args.long_samples,
+        append_eos=data_args.append_eos,
+        num_proc=data_args.preprocessing_processes,
+    )
+
+
+def checkpoint_to_resume(args: MRPTrainingArguments) -> str | None:
+    """The checkpoint folder that `resume_from_checkpoint` names; "auto" and "true" mean the last one, if any."""
+    wanted = args.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() == "false":
+        return None
+    if str(wanted).lower() in ("auto", "true"):
+        return get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if not Path(wanted).is_dir():
+        raise ValueError(f"resume_from_checkpoint: {wanted} is no folder (or use auto for the last checkpoint)")
+    return str(wanted)
+
+
+def report_memory(trainer: MRPTrainer, sequence_length: int):
+    """Log what a step will take, and what to change when it will not fit."""
+    args = trainer.args
+    estimate = estimate_memory(
+        trainer.model,
+        args.per_device_train_batch_size,
+        sequence_length,
+        args.unroll_steps,
+        bool(args.gradient_checkpointing),
+    )
+    logger.info("memory: %s", estimate)
+    available = free_memory(args.device)
+    warning = available and advice(estimate, available)
+    if warning:
+        logger.warning("memory: %s", warning)
+
+
+class SaveOnInterrupt(TrainerCallback):
+    """The first ^C (or SIGTERM) saves a checkpoint after the step at hand and stops; the second stops at once."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self):
+        self.requested = threading.Event()
+        self.usual = {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if threading.current_thread() is threading.main_thread():
+            self.usual = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.requested.is_set():
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._restore()
+
+    def _note(self, number, frame):
+        self.requested.set()
+        logger.warning("stopping after this step with a checkpoint; again to stop at once")
+        self._restore()
+
+    def _restore(self):
+        for number, handler in self.usual.items():
+            signal.signal(number, handler)
+        self.usual = {}
