@@ -1,0 +1,129 @@
+"""`mrp generate`: decode prompts with a checkpoint."""
+
+import json
+import sys
+from pathlib import Path
+
+import yaml
+
+from .cli import command_parser
+
+
+def main(argv: list[str]):
+    """Decode every prompt in one batch and print the new text, or one JSON object."""
+    parser = command_parser(
+        "generate",
+        "Decode prompts in one batch. Any option of `generate` may follow as --name value, such as\n"
+        "--mrp_mode spec, --mrp_steps 4, --remasking_strategy low_confidence_dynamic, --do_sample true.",
+        'mrp generate sdar-1.7b-mrp --prompt "What is 7 times 8?" --mrp_mode spec --mrp_steps 4',
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub id: ours, SDAR or published SDAR-MRP")
+    parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
+    parser.add_argument("--prompt-file", help="one prompt per line, - for standard input")
+    parser.add_argument("--head", help="folder or Hub id of a trained head to put on the backbone")
+    parser.add_argument("--revision", help="revision of MODEL on the Hub")
+    parser.add_argument("--raw", action="store_true", help="do not apply the tokenizer's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="default: 256")
+    parser.add_argument("--seed", type=int, default=0, help="for --do_sample true (default: 0)")
+    parser.add_argument("--device", help="default: cuda when there is one")
+    parser.add_argument("--dtype", default="auto", help="default: the checkpoint's own")
+    parser.add_argument("--stream", action="store_true", help="print blocks as they finish (one prompt)")
+    parser.add_argument("--json", action="store_true", help="print texts, statistics and options as JSON")
+    arguments, rest = parser.parse_known_args(argv)
+    options = _options(rest) | {"max_new_tokens": arguments.max_new_tokens}
+    prompts = _prompts(arguments)
+    if arguments.stream and (len(prompts) != 1 or arguments.json):
+        raise ValueError("--stream shows one prompt as text: give one --prompt and no --json")
+
+    import torch
+
+    model, tokenizer = load(arguments)
+    inputs = encode(tokenizer, prompts, raw=arguments.raw).to(model.device)
+    torch.manual_seed(arguments.seed)
+    streamer = _streamer(tokenizer) if arguments.stream else None
+    output = model.generate(**inputs, **options, streamer=streamer, return_dict_in_generate=True)
+    new = output.sequences[:, inputs["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+    if arguments.json:
+        print(json.dumps({"results": _results(prompts, texts, output), "options": options}))
+    elif not arguments.stream:
+        print("\n".join(texts))
+
+
+def load(arguments):
+    """The model, in eval mode on its device, and its tokenizer; a head of its own is put on when asked for."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from modeling_mrp import MRPForDiffusionLM
+
+    from .head_files import load_head, read_head_config
+    from .weight_files import fetch
+
+    folder = fetch(arguments.model, arguments.revision)[0]
+    layers = None if arguments.head is None else read_head_config(fetch(arguments.head)[0])["num_mrp_layers"]
+    model = MRPForDiffusionLM.from_backbone(folder, num_mrp_layers=layers, dtype=arguments.dtype)
+    if arguments.head is not None:
+        load_head(model, arguments.head)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    # with our config and no trust, the tokenizer's class is transformers' own, whatever code the folder names
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, config=model.config, padding_side="left", trust_remote_code=False
+    )
+    return model.to(device).eval(), tokenizer
+
+
+def encode(tokenizer, prompts: list[str], raw: bool = False):
+    """Token ids and attention mask of prompts, left-padded, through the chat template when there is one."""
+    if tokenizer.chat_template is not None and not raw:
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        return tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+    return tokenizer(prompts, return_tensors="pt", padding=True)
+
+
+def _options(rest: list[str]) -> dict:
+    """{"mrp_steps": 4} of ["--mrp_steps", "4"]; values are read as YAML."""
+    options = {}
+    pairs = iter(rest)
+    for name in pairs:
+        if not name.startswith("--"):
+            raise ValueError(f"unexpected argument {name!r}: options of generate are given as --name value")
+        name, equals, value = name[2:].partition("=")
+        value = value if equals else next(pairs, None)
+        if value is None:
+            raise ValueError(f"--{name} has no value: options of generate are given as --name value")
+        options[name.replace("-", "_")] = yaml.safe_load(value)
+    return options
+
+
+def _prompts(arguments) -> list[str]:
+    prompts = list(arguments.prompt)
+    if arguments.prompt_file == "-":
+        prompts += sys.stdin.read().splitlines()
+    elif arguments.prompt_file is not None:
+        prompts += Path(arguments.prompt_file).read_text(encoding="utf-8").splitlines()
+    prompts = [prompt for prompt in prompts if prompt.strip()]
+    if not prompts:
+        raise ValueError("there is no prompt: give --prompt TEXT or --prompt-file FILE")
+    return prompts
+
+
+def _streamer(tokenizer):
+    from transformers import TextStreamer
+
+    return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _results(prompts, texts, output) -> list[dict]:
+    """Per prompt: text, tokens per forward and the statistics of its row."""
+    stats = {name: value.tolist() for name, value in vars(output.stats).items()}
+    return [
+        {
+            "prompt": prompt,
+            "text": text,
+            "tokens_per_forward": output.tokens_per_forward[row].item(),
+            **{name: values[row] for name, values in stats.items()},
+        }
+        for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+    ]
