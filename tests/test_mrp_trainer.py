@@ -262,14 +262,37 @@ def test_zero_steps_write_the_warm_start_back(make_trainer, tmp_path):
     assert_same(load_file(tmp_path / "head" / "mrp_head.safetensors"), head)
 
 
-def test_half_precision_backbone_trains_a_float32_head(make_trainer, tiny_model):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_backbone_trains_a_float32_head(make_trainer, tiny_model, autocast):
     model = tiny_model().to(torch.bfloat16)
-    trainer = make_trainer(model, max_steps=2)
+    trainer = make_trainer(model, max_steps=2, bf16=autocast)
     before = backbone_bytes(model)
     trainer.train()
     assert {p.dtype for p in model.mrp_head.parameters()} == {torch.float32}
     assert_same(backbone_bytes(model), before)
     assert {t.dtype for t in before.values()} == {torch.bfloat16}
+
+
+def test_gradient_checkpointing_changes_no_gradient_and_spares_the_backbone(make_trainer, monkeypatch):
+    gradients, recomputed = [], 0
+    for checkpointing in (False, True):
+        trainer = make_trainer(gradient_checkpointing=checkpointing, max_steps=1, learning_rate=0.0)
+        layer_calls = []
+        for layer in (*trainer.model.model.layers, *trainer.model.mrp_head.layers):
+            layer.mlp.register_forward_pre_hook(lambda module, *_, calls=layer_calls: calls.append(module))
+        kept = {}
+
+        def keep(self_, kept=kept, trainer=trainer):
+            kept.update({n: p.grad.clone() for n, p in trainer.model.mrp_head.named_parameters()})
+
+        monkeypatch.setattr(trainer, "_clip_grad_norm", keep)
+        trainer.train()
+        gradients.append(kept)
+        head = {id(layer.mlp) for layer in trainer.model.mrp_head.layers}
+        recomputed = sum(id(module) in head for module in layer_calls) / trainer.args.unroll_steps
+        assert sum(id(module) not in head for module in layer_calls) == len(trainer.model.model.layers)
+        assert recomputed == 1 + checkpointing
+    assert_same(*gradients)
 
 
 def test_model_without_a_head_is_refused(make_trainer, tiny_model):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from trainer.arguments import MRPTrainingArguments, parse_arguments
 from trainer.train import build_trainer, checkpoint_to_resume, main
 
+RECIPES = Path(__file__).parents[1] / "hub_cards" / "recipes"
 WORDS = ["one", "two", "three", "four", "five"]
 
 
@@ -65,7 +66,7 @@ def run(*command):
     assert done.returncode == 0, done.stderr
 
 
-TRAIN = "import sys; from trainer.train import main; sys.exit(main(sys.argv[1:]))"
+TRAIN = [sys.executable, "-m", "trainer.train"]
 
 
 def head(folder):
@@ -127,16 +128,16 @@ def test_auto_resumes_where_there_is_something_and_starts_afresh_otherwise(proje
 
 @pytest.mark.slow
 def test_killed_run_goes_on_bit_exactly_in_a_fresh_process(project, tmp_path):
-    run(sys.executable, "-c", TRAIN, project("whole", max_steps=60, save_steps=5))
+    run(*TRAIN, project("whole", max_steps=60, save_steps=5))
     config = project("killed", max_steps=60, save_steps=5)
-    process = subprocess.Popen([sys.executable, "-c", TRAIN, config], env=ENVIRONMENT)
+    process = subprocess.Popen([*TRAIN, config], env=ENVIRONMENT)
     while not (tmp_path / "killed" / "checkpoint-10" / "trainer_state.json").exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.kill()
     process.wait()
     assert not (tmp_path / "killed" / "mrp_head.safetensors").exists()
-    run(sys.executable, "-c", TRAIN, config, "--resume_from_checkpoint", "auto")
+    run(*TRAIN, config, "--resume_from_checkpoint", "auto")
     assert same(head(tmp_path / "killed"), head(tmp_path / "whole"))
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
@@ -145,7 +146,7 @@ def test_killed_run_goes_on_bit_exactly_in_a_fresh_process(project, tmp_path):
 def test_interrupt_saves_and_stops_after_the_step(project, tmp_path):
     config = project(max_steps=100_000, save_steps=50_000, logging_steps=1)
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAIN, config],
+        [*TRAIN, config],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         text=True,
@@ -178,13 +179,36 @@ def test_two_processes_equal_one_with_twice_the_batch(project, tmp_path, accumul
         "save_strategy": "no",
         "gradient_accumulation_steps": accumulation,
     }
-    run(sys.executable, "-c", TRAIN, project("one", per_device_train_batch_size=2, **common))
-    (tmp_path / "launch.py").write_text(TRAIN)
+    run(*TRAIN, project("one", per_device_train_batch_size=2, **common))
     config = project("two", per_device_train_batch_size=1, ddp_backend="gloo", **common)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run(*launcher, str(tmp_path / "launch.py"), config)
+    run(*launcher, "-m", "trainer.train", config)
     one, two = head(tmp_path / "one"), head(tmp_path / "two")
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     assert max(losses(tmp_path / "one").values()) > 0
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipe_is_valid(recipe):
+    model_args, _, args = parse_arguments([str(recipe), "--bf16", "false"])
+    assert model_args.base_model
+    assert args.output_dir == f"heads/{recipe.stem}"
+
+
+def test_tiny_recipe_trains(project, tmp_path):
+    """What the recipe says, on another tiny backbone and for fewer steps."""
+    project()
+    overrides = {
+        "base_model": tmp_path / "base",
+        "num_mrp_layers": 1,
+        "train_data": tmp_path / "data.jsonl",
+        "output_dir": tmp_path / "tiny",
+        "max_steps": 3,
+        "logging_steps": 1,
+    }
+    options = [word for name, value in overrides.items() for word in (f"--{name}", str(value))]
+    assert main([str(RECIPES / "tiny.yaml"), *options]) == 0
+    assert sorted(losses(tmp_path / "tiny")) == [1, 2, 3]
+    assert head(tmp_path / "tiny")

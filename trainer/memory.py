@@ -12,6 +12,7 @@ OPTIMIZER_BYTES = 12  # float32 gradient and two Adam moments for each parameter
 # (3 f); a backward pass needs all of them, and those of both norms and residuals, at once.
 FORWARD_H, FORWARD_F = 6, 3
 BACKWARD_H, BACKWARD_F = 14, 4
+STEP_H = 8  # what a head step keeps beside its layers: both norms, their concatenation, the residual
 
 
 @dataclass
@@ -56,8 +57,11 @@ def estimate_memory(model, rows: int, length: int, steps: int, checkpointing: bo
     forward = packed * (FORWARD_H * h + FORWARD_F * f) * item
     head_tokens = rows * length * 2
     layer = head_tokens * (BACKWARD_H * h + BACKWARD_F * f) * head_item
-    layers = config.num_mrp_layers * steps
-    head = layers * head_tokens * h * head_item + layer if checkpointing else layers * layer
+    if checkpointing:
+        kept = (STEP_H + config.num_mrp_layers) * head_tokens * h * head_item
+        head = steps * kept + layer
+    else:
+        head = steps * config.num_mrp_layers * layer
     if config._attn_implementation != "flex_attention":  # a mask of one byte for each pair of tokens
         forward += rows * (length * (2 + steps)) ** 2
         head += rows * (length * 2) ** 2

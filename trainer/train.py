@@ -1,6 +1,7 @@
-"""`mrp train`: from one YAML to a trained head."""
+"""`mrp train`: from one YAML to a trained head. On several devices: `torchrun ... -m trainer.train CONFIG.yaml`."""
 
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -156,3 +157,7 @@ class SaveOnInterrupt(TrainerCallback):
         for number, handler in self.usual.items():
             signal.signal(number, handler)
         self.usual = {}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

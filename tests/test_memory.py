@@ -1,0 +1,72 @@
+import dataclasses
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from trainer.memory import MemoryEstimate, advice, estimate_memory
+
+GIB = 2**30
+
+
+def peak_of(step) -> int:
+    """Most bytes that tensors made by `step` held at one time, from the profiler's memory events."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("rows", "length", "steps"), [(4, 64, 1), (4, 64, 3), (8, 96, 2)])
+def test_estimate_is_within_a_third_of_what_a_step_takes(tiny_model, rows, length, steps, checkpointing):
+    model = tiny_model(hidden_size=128, intermediate_size=256, num_mrp_layers=2).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ids = torch.randint(5, 61, (rows, length))
+    no_logits = torch.empty(0, dtype=torch.long)
+    states = ids[:, None].expand(rows, steps, length)
+
+    def step():
+        out = model(ids, revealed_ids=states, clean_ids=ids, logits_to_keep=no_logits, teacher=True)
+        out.corrected_hidden_states.sum().backward()
+
+    estimate = estimate_memory(model, rows, length, steps, checkpointing)
+    gradients = sum(p.numel() * p.element_size() for p in model.mrp_head.parameters())
+    expected = estimate.activations + gradients
+    measured = peak_of(step)
+    assert measured / 1.33 < expected < 1.33 * measured
+
+
+def estimate(**sizes) -> MemoryEstimate:
+    return MemoryEstimate(**{"weights": GIB, "optimizer": GIB, "activations": GIB, "loss": GIB} | sizes)
+
+
+def test_what_fits_needs_no_advice():
+    assert estimate().total == 4 * GIB
+    assert advice(estimate(), 4 * GIB) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change"),
+    [
+        ({"weights": 20 * GIB}, "FSDP"),
+        ({"activations": 9 * GIB}, "per_device_train_batch_size"),
+        ({"loss": 9 * GIB}, "kl_chunk_rows"),
+    ],
+)
+def test_advice_names_the_option_that_helps(sizes, change):
+    text = advice(estimate(**sizes), 8 * GIB)
+    assert change in text
+    assert "8.00 GiB are free" in text
+
+
+def test_estimate_names_all_its_parts():
+    text = str(estimate(loss=GIB // 2))
+    for part in dataclasses.fields(MemoryEstimate):
+        assert part.name in text
+    assert "about 3.50 GiB" in text
