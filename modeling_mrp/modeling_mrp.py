@@ -125,13 +125,15 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
-        if isinstance(module, ResidualHead):
-            nn.init.zeros_(module.norm.weight)  # C = 0 at the start: corrected logits equal A
-            projection = module.eh_proj.weight
-            if not getattr(projection, "_is_hf_initialized", False):
-                size = projection.shape[0]
-                projection.zero_()
-                projection[:, size:].fill_diagonal_(1.0)  # identity on the hidden half
+        if self.mrp_head is None:
+            return
+        # by leaf: for code outside transformers, modules without parameters of their own never come by here
+        if module is self.mrp_head.norm:
+            nn.init.zeros_(module.weight)  # C = 0 at the start: corrected logits equal A
+        elif module is self.mrp_head.eh_proj and not getattr(module.weight, "_is_hf_initialized", False):
+            size = module.weight.shape[0]
+            module.weight.zero_()
+            module.weight[:, size:].fill_diagonal_(1.0)  # identity on the hidden half
 
     def freeze_backbone(self, frozen: bool = True):
         """Freeze the backbone and `lm_head` (the state after construction), or let them train too."""
