@@ -3,13 +3,20 @@
 import argparse
 import difflib
 import json
+import os
 import sys
 from importlib import import_module
 
-COMMANDS = {
+COMMANDS = {  # name: (module, function that takes the arguments, summary)
+    "demo": (".demo", "main", "decode held-out problems with the embedded checkpoint, in every mode"),
     "convert": (".cli", "convert", "make a self-contained folder of an SDAR or SDAR-MRP checkpoint"),
+    "train": (".train", "main", "train a head as a YAML says"),
     "generate": (".generate_command", "main", "decode prompts with a checkpoint"),
+    "bench": (".cli", "bench", "measure time and memory"),
     "push": (".cli", "push", "upload a folder to the Hub in one commit"),
+}
+BENCHMARKS = {
+    "loss": (".bench_loss", "main", "the fused loss against PyTorch's ways to compute it"),
 }
 
 
@@ -19,43 +26,53 @@ def main(argv: list[str] | None = None) -> int:
     0 when it worked, 2 for bad input (one line on stderr, no traceback), 130 after ^C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_overview())
-        return 0
-    name, *rest = argv
-    if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else ""
-        return _complain(f"unknown command {name!r}{hint} Commands: {', '.join(COMMANDS)}")
-    module, function, _ = COMMANDS[name]
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read by transformers too, when it is imported
     try:
-        run = vars(import_module(module, __package__))[function]
-        return run(rest) or 0
+        return _dispatch("mrp", COMMANDS, argv)
     except (ValueError, OSError) as error:  # bad input; anything else is a bug and shows its traceback
-        return _complain(str(error))
+        print(f"mrp: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 
 
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {summary}" for name, (_, _, summary) in COMMANDS.items()]
+def bench(argv: list[str]) -> int:
+    """`mrp bench WHAT`."""
+    return _dispatch("mrp bench", BENCHMARKS, argv)
+
+
+def _dispatch(program: str, commands: dict, argv: list[str]) -> int:
+    """Run the command that the first argument names on the others, or show what there is."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview(program, commands))
+        return 0
+    name, *rest = argv
+    if name not in commands:
+        close = difflib.get_close_matches(name, commands, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else ";"
+        raise ValueError(f"unknown command {name!r}{hint} {program} has: {', '.join(commands)}")
+    module, function, _ = commands[name]
+    return vars(import_module(module, __package__))[function](rest) or 0
+
+
+def _overview(program: str, commands: dict) -> str:
+    width = max(map(len, commands))
+    lines = [f"  {name:{width}}  {summary}" for name, (_, _, summary) in commands.items()]
+    example = next(iter(commands))
     return "\n".join(
         [
-            "usage: mrp COMMAND [arguments]",
+            f"usage: {program} COMMAND [arguments]",
             "",
             "Multi-token Residual Prediction for block diffusion language models.",
             "",
             *lines,
             "",
-            "`mrp COMMAND --help` lists a command's arguments.",
+            f"`{program} COMMAND --help` lists a command's arguments.",
+            "",
+            f"example:\n  {program} {example}",
         ]
     )
-
-
-def _complain(message: str) -> int:
-    print(f"mrp: error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
 
 
 def command_parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
@@ -65,6 +82,7 @@ def command_parser(name: str, description: str, example: str) -> argparse.Argume
         description=description,
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
 
 

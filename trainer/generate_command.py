@@ -30,7 +30,7 @@ def main(argv: list[str]):
     parser.add_argument("--stream", action="store_true", help="print blocks as they finish (one prompt)")
     parser.add_argument("--json", action="store_true", help="print texts, statistics and options as JSON")
     arguments, rest = parser.parse_known_args(argv)
-    options = _options(rest) | {"max_new_tokens": arguments.max_new_tokens}
+    options = {"max_new_tokens": arguments.max_new_tokens} | _options(rest)
     prompts = _prompts(arguments)
     if arguments.stream and (len(prompts) != 1 or arguments.json):
         raise ValueError("--stream shows one prompt as text: give one --prompt and no --json")
