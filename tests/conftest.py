@@ -69,6 +69,7 @@ def tiny_model():
             model = MRPForDiffusionLM(MRPConfig(**values | options)).eval()
             if model.mrp_head is not None:  # a fresh head answers zero
                 torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.5)
+                torch.nn.init.normal_(model.mrp_head.eh_proj.weight, std=0.4)  # and does not look at the tokens
         return model
 
     return build
