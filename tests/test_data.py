@@ -159,8 +159,21 @@ def test_long_samples_are_split_or_dropped_and_counted(tokenizer, caplog):
     logger.removeHandler(caplog.handler)
     assert [len(ids) for _, ids in sorted(split.items())] == [8, 8, 5, 2]
     assert dropped == ["ok [EOS]"]
-    assert "1 of 2 samples are longer than 8 tokens and are split" in caplog.text
-    assert "1 of 2 samples are longer than 16 tokens and are dropped" in caplog.text
+    assert "1 samples are longer than 8 tokens and are split into several, of 2" in caplog.text
+    assert "1 samples are longer than 16 tokens and are dropped, of 2" in caplog.text
+
+
+def test_stream_reports_what_it_leaves_out_ever_more_rarely(tokenizer, caplog):
+    data = [{"text": "one two three four five " * 4}] * 25 + [{"text": "ok"}]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    stream = Dataset.from_list(data).to_iterable_dataset()
+    rows = prepare_dataset(stream, tokenizer, sequence_length=16, long_samples="drop")
+    caplog.clear()
+    assert len(list(rows)) == 1
+    logger.removeHandler(caplog.handler)
+    assert len(caplog.records) == 2
+    assert "10 samples are longer than 16 tokens and are dropped, of 10 so far" in caplog.text
 
 
 def test_pieces_without_anything_to_supervise_are_left_out(tokenizer):

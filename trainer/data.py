@@ -105,6 +105,7 @@ def prepare_dataset(
         rows = tokens.map(fit, batched=True, remove_columns=ROW_COLUMNS, features=FEATURES)
     if next(iter(rows), None) is None:
         raise ValueError("no sample has anything to supervise: check the data set's format and its assistant turns")
+    fit.counting = is_streamed(dataset)  # from now on: the look at the first row is none of the training
     return rows
 
 
@@ -155,11 +156,9 @@ def _report(tokens: Dataset, rows: Dataset, fit: "_Fit"):
         counts.update(_fate(mask, length) for mask in batch["answer_mask"])
     total = sum(counts.values())
     logger.info("%d samples in %d rows of at most %d tokens", total - counts["empty"], len(rows), length)
-    if counts["empty"]:
-        logger.warning("%d of %d samples have nothing to supervise and are left out", counts["empty"], total)
-    if counts["long"]:
-        action = {"split": "split into several", "drop": "dropped"}[fit.long_samples]
-        logger.warning("%d of %d samples are longer than %d tokens and are %s", counts["long"], total, length, action)
+    for fate in ("empty", "long"):
+        if counts[fate]:
+            logger.warning("%s, of %d", fit.outcome(fate, counts[fate]), total)
 
 
 def _fate(answer_mask: list[int], sequence_length: int) -> str:
@@ -237,6 +236,8 @@ class _Fit:
     """Splits or drops what is longer than a row, leaves out what has no answer, packs the rest."""
 
     def __init__(self, sequence_length: int, packing: bool, long_samples: str):
+        self.counting = False
+        self.counts = Counter()
         self.sequence_length = sequence_length
         self.packing = packing
         self.long_samples = long_samples
@@ -258,12 +259,28 @@ class _Fit:
         return rows
 
     def _pieces(self, ids, mask, sample_id):
+        if self.counting:
+            self._count(_fate(mask, self.sequence_length))
         if len(ids) > self.sequence_length and self.long_samples == "drop":
             return
         for piece, start in enumerate(range(0, len(ids), self.sequence_length)):
             cut = slice(start, start + self.sequence_length)
             if any(mask[cut]):
                 yield ids[cut], mask[cut], sample_id + piece
+
+    def _count(self, fate: str):
+        """Report what a stream has lost so far, ever more rarely: nobody knows when it ends."""
+        self.counts[fate] += 1
+        count, total = self.counts[fate], sum(self.counts.values())
+        if fate != "fits" and count == 10 ** (len(str(count)) - 1):
+            logger.warning("%s, of %d so far", self.outcome(fate, count), total)
+
+    def outcome(self, fate: str, count: int) -> str:
+        """What became of `count` samples that were "long" or "empty"."""
+        if fate == "empty":
+            return f"{count} samples have nothing to supervise and are left out"
+        action = {"split": "split into several", "drop": "dropped"}[self.long_samples]
+        return f"{count} samples are longer than {self.sequence_length} tokens and are {action}"
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:

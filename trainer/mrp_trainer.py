@@ -6,9 +6,10 @@ from dataclasses import replace
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from transformers import Trainer, TrainerCallback
+from transformers import ProgressCallback, Trainer, TrainerCallback
 
 from .arguments import MRPTrainingArguments
+from .console import HeadProgress
 from .corruption import loss_weights, order_reveals, revealed_states
 from .data import MRPCollator, prepare_dataset
 from .decode_evaluation import decode_figures, prompts_of
@@ -72,6 +73,9 @@ class MRPTrainer(Trainer):
             callbacks=[_EpochOfNoise(data_collator), *(callbacks or [])],
             **kwargs,
         )
+        if not args.disable_tqdm:
+            self.remove_callback(ProgressCallback)
+            self.add_callback(HeadProgress)
         self.model_accepts_loss_kwargs = True  # the loss is already divided by that of the whole optimizer step
         self._metrics = self._no_metrics()
         self._measure_always = False

@@ -1,0 +1,37 @@
+from trainer.console import describe
+
+TRAINING = {
+    "loss": 0.0612,
+    "learning_rate": 0.001,
+    "kl_before_1": 0.128,
+    "kl_after_1": 0.06,
+    "kl_removed_1": 0.53,
+    "same_token_1": 0.9,
+    "same_pick_1": 0.78,
+    "kl_before_2": 0.21,
+    "kl_after_2": 0.07,
+    "kl_removed_2": 0.67,
+    "same_token_2": 0.88,
+    "same_pick_2": 0.75,
+    "expected_tokens_per_forward": 2.365,
+    "epoch": 0.5,
+}
+
+
+def test_training_line_shows_the_gain_of_every_depth():
+    line = describe(TRAINING)
+    assert line == (
+        "loss 0.0612  lr 0.001  KL 0.128>0.060 0.210>0.070 (removed 53/67 %)  same pick 78/75 %  "
+        "expect 2.37 tokens/forward"
+    )
+
+
+def test_evaluation_line_adds_what_decoding_gave():
+    logs = {f"eval_{name}": value for name, value in TRAINING.items() if name != "learning_rate"}
+    line = describe(logs | {"eval_tokens_per_forward": 1.954, "eval_accepted_1": 0.78, "eval_accepted_2": 0.74})
+    assert line.startswith("held-out loss 0.0612  KL 0.128>0.060")
+    assert line.endswith("decoded 1.95 tokens/forward (accepted 78/74 %)")
+
+
+def test_other_figures_are_shown_as_they_are():
+    assert describe({"train_runtime": 12.345, "note": "text"}) == "train_runtime 12.35"
