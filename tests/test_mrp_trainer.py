@@ -124,6 +124,30 @@ def test_training_lowers_the_kl_and_leaves_the_backbone_alone(make_trainer):
     assert not any(modes)
 
 
+def test_fresh_head_starts_at_the_uncorrected_kl_and_improves_on_it(tiny_model, make_trainer, tmp_path):
+    tiny_model(num_mrp_layers=0).save_pretrained(tmp_path / "base")
+    model = MRPForDiffusionLM.from_backbone(tmp_path / "base", num_mrp_layers=1)
+    data = rows(16)
+    trainer = make_trainer(model, data, Dataset.from_list(data), max_steps=150, learning_rate=3e-3, logging_steps=50)
+    first = trainer.evaluate()
+    trainer.train()
+    last = trainer.evaluate()
+    for depth in (1, 2):
+        assert first[f"eval_kl_removed_{depth}"] == pytest.approx(0, abs=1e-6)
+        assert last[f"eval_kl_removed_{depth}"] > 0.1
+
+
+def test_raw_data_are_prepared_with_the_tokenizer(tiny_model, word_tokenizer, tmp_path):
+    args = MRPTrainingArguments(str(tmp_path), use_cpu=True)
+    raw = Dataset.from_list([{"prompt": "what is one ?", "completion": "so two ."}] * 3)
+    trainer = MRPTrainer(
+        tiny_model(), args, train_dataset=raw, eval_dataset={"held": raw}, processing_class=word_tokenizer
+    )
+    for dataset in (trainer.train_dataset, trainer.eval_dataset["held"]):
+        assert sum(map(sum, dataset["answer_mask"])) == 3 * 4  # three words and the end of the text
+    assert trainer.evaluate()["eval_held_loss"] >= 0
+
+
 def test_only_the_head_is_optimized(make_trainer):
     trainer = make_trainer()
     trainer.create_optimizer()

@@ -54,6 +54,7 @@ class MRPTrainer(Trainer):
         **kwargs,
     ):
         args = MRPTrainingArguments() if args is None else args
+        args._n_gpu = min(1, args.n_gpu)  # one device per process: torchrun for more, never DataParallel
         _check_model(model)
         model.mrp_head.float()
         # transformers sets it on configs that come from the Hub only; head checkpoints state it.
