@@ -55,5 +55,20 @@ class MRPConfig(Qwen3Config):
                 "a block attends to all earlier blocks"
             )
 
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As in transformers, except that the config of another architecture is refused.
+
+        Raises:
+            ValueError: for a `model_type` other than ours.
+        """
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            raise ValueError(
+                f"model_type {model_type!r}, expected {cls.model_type!r}: SDAR checkpoints are read by "
+                "MRPForDiffusionLM.from_backbone and `mrp convert`"
+            )
+        return super().from_dict(config_dict, **kwargs)
+
 
 MRPConfig.register_for_auto_class()
