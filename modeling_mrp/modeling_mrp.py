@@ -281,13 +281,16 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
         """As in transformers, except that a checkpoint that does not hold every tensor is refused.
 
         Raises:
-            ValueError: for missing, left-over or unreadable tensors, naming them: never a random head.
+            ValueError: for tensors that are missing, left over, of a wrong shape or unreadable, naming them: never a
+                random head.
         """
         with_info = kwargs.pop("output_loading_info", False)
         optional = kwargs.pop("optional_tensors", "\0")  # prefix of those that from_backbone adds or drops
         try:
             model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+                pretrained_model_name_or_path,
+                *model_args,
+                **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True},  # to name them below
             )
         except SafetensorError as error:
             raise ValueError(
@@ -296,10 +299,14 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
             ) from error
         missing = sorted(name for name in info["missing_keys"] if not name.startswith(optional))
         unexpected = sorted(name for name in info["unexpected_keys"] if not name.startswith(optional))
-        if missing or unexpected:
+        wrong = [
+            f"{name} {list(got)} instead of {list(expected)}"
+            for name, got, expected in sorted(info["mismatched_keys"])
+        ]
+        if missing or unexpected or wrong:
             raise ValueError(
-                f"{pretrained_model_name_or_path} does not fit its config: "
-                f"missing tensors: {_some(missing)}; left-over tensors: {_some(unexpected)}"
+                f"{pretrained_model_name_or_path} does not fit its config: missing tensors: {_some(missing)}; "
+                f"left-over tensors: {_some(unexpected)}; tensors of a wrong shape: {_some(wrong)}"
             )
         model.generation_config._from_model_config = False  # else its options are lost on the next reload
         model.freeze_backbone()
@@ -336,7 +343,7 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
         checkpoint = read_checkpoint(source, num_mrp_layers, block_size, mask_token_id, kwargs)
         if head_init == "backbone_layers" and checkpoint.config.num_mrp_layers > checkpoint.config.num_hidden_layers:
             raise ValueError(
-                f"num_mrp_layers={num_mrp_layers} copies more layers than the backbone has "
+                f"num_mrp_layers={checkpoint.config.num_mrp_layers} copies more layers than the backbone has "
                 f"({checkpoint.config.num_hidden_layers})"
             )
         model = cls.from_pretrained(
@@ -348,7 +355,9 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
         )
         model._weight_conversions = None  # else transformers writes the source's tensor names again on save
         model.generation_config.use_cache = None  # published configs say False, which is about training
-        if checkpoint.config.num_mrp_layers:
+        if model.mrp_head is None:
+            model.generation_config.mrp_mode = None
+        elif vars(model.generation_config).get("mrp_mode") is None:
             model.generation_config.mrp_mode = "spec"
         if head_init == "backbone_layers" and not checkpoint.has_head:
             model.copy_backbone_layers_to_head()
