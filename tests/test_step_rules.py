@@ -1,0 +1,92 @@
+"""Step rules against a plain Python statement of each, on random data with ties and few masks."""
+
+import pytest
+import torch
+
+from modeling_mrp.step_rules import STRATEGIES, StepRule, confidence_rank
+
+
+def expected_positions(strategy, confidence, entropy, masked, count, threshold, bound):
+    """Positions that one step reveals in one block, all lists of length B."""
+    candidates = [i for i, hidden in enumerate(masked) if hidden]
+    if not candidates:
+        return set()
+    if strategy == "sequential":
+        return set(candidates[:count])
+    if strategy == "entropy_bounded":
+        order = sorted(candidates, key=lambda i: (entropy[i], i))
+        chosen, total = [order[0]], entropy[order[0]]
+        for i in order[1:]:
+            total += entropy[i]
+            if total > bound:
+                break
+            chosen.append(i)
+        return set(chosen)
+    order = sorted(candidates, key=lambda i: (-confidence[i], i))
+    if strategy == "low_confidence_static":
+        return set(order[:count])
+    return {i for i in candidates if confidence[i] > threshold} | {order[0]}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_rules_reveal_what_they_say(strategy, size):
+    """Values are multiples of 1/8, so that ties are frequent and sums are exact."""
+    generator = torch.Generator().manual_seed(size)
+    rows = 200
+    confidence = torch.randint(0, 9, (rows, size), generator=generator) / 8
+    entropy = torch.randint(0, 5, (rows, size), generator=generator) / 8
+    masked = torch.rand(rows, size, generator=generator) < torch.linspace(0, 1, rows)[:, None]
+    for count, threshold, bound in ((1, 0.5, 0.0), (3, 0.875, 0.25), (size, 0.0, 1.0)):
+        rule = StepRule(strategy, count, threshold, bound)
+        reveal = rule(confidence, entropy if rule.needs_entropy else None, masked)
+        for row in range(rows):
+            expected = expected_positions(
+                strategy,
+                confidence[row].tolist(),
+                entropy[row].tolist(),
+                masked[row].tolist(),
+                count,
+                threshold,
+                bound,
+            )
+            assert set(reveal[row].nonzero()[:, 0].tolist()) == expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_leading_dimensions_are_independent(strategy):
+    generator = torch.Generator().manual_seed(0)
+    confidence, entropy = torch.rand(2, 3, 5, 8, generator=generator)[0], torch.rand(3, 5, 8, generator=generator)
+    masked = torch.rand(3, 5, 8, generator=generator) < 0.6
+    rule = StepRule(strategy, 2, 0.6, 0.5)
+    together = rule(confidence, entropy, masked)
+    for i in range(3):
+        for j in range(5):
+            alone = rule(confidence[i, j], entropy[i, j], masked[i, j])
+            assert torch.equal(together[i, j], alone)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_reveals_at_least_one_and_masked_positions_only(strategy):
+    """Whatever the thresholds, a step makes progress; where nothing is masked it reveals nothing."""
+    generator = torch.Generator().manual_seed(1)
+    confidence, entropy = torch.rand(2, 500, 8, generator=generator)
+    masked = torch.rand(500, 8, generator=generator) < 0.3
+    reveal = StepRule(strategy, 1, confidence_threshold=1.0, entropy_bound=0.0)(confidence, entropy, masked)
+    assert torch.equal(reveal.any(-1), masked.any(-1))
+    assert not (reveal & ~masked).any()
+    assert reveal.sum(-1).max() == 1
+
+
+def test_the_dynamic_threshold_is_exclusive():
+    """A confidence that equals the threshold does not exceed it."""
+    confidence = torch.tensor([0.5, 0.9, 0.9, 0.95])
+    reveal = StepRule("low_confidence_dynamic", confidence_threshold=0.9)(confidence, None, torch.ones(4).bool())
+    expected = confidence > torch.tensor(0.9)
+    assert reveal.tolist() == expected.tolist()
+
+
+def test_rank_counts_among_the_given_positions_and_ties_go_left():
+    confidence = torch.tensor([0.2, 0.9, 0.5, 0.5, 0.99])
+    among = torch.tensor([True, True, True, True, False])
+    assert confidence_rank(confidence, among)[:4].tolist() == [3, 0, 1, 2]
