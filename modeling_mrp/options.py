@@ -78,7 +78,7 @@ class DecodingOptions:
         one_of("mrp_acceptance", self.mrp_acceptance, ACCEPTANCES)
         one_of("remasking_strategy", self.remasking_strategy, STRATEGIES)
         one_of("remask_criterion", self.remask_criterion, CRITERIA)
-        for name in ("mrp_steps", "mrp_drafts_per_head_step", "denoising_steps", "block_size"):
+        for name in ("block_size", "mrp_steps", "mrp_drafts_per_head_step", "denoising_steps"):
             _whole(name, getattr(self, name))
         for name in ("mrp_acceptance_floor", "mrp_draft_threshold", "confidence_threshold"):
             _number(name, getattr(self, name), upper=1.0)
