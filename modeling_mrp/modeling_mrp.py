@@ -19,6 +19,7 @@ from .block_cache import BlockCache  # noqa: F401  (every sibling: some versions
 from .block_state import BlockState  # noqa: F401
 from .checkpoints import HEAD_PREFIX, read_checkpoint
 from .configuration_mrp import MRPConfig
+from .context_cache import ContextCache
 from .decoding import Decoder  # noqa: F401
 from .generation_mrp import MRPGenerationMixin
 from .inputs import has_holes
@@ -172,7 +173,7 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
                 of their own row (dual stream).
             segment_ids: [R, L], packed samples: nothing crosses a segment; -1 is padding.
             logits_to_keep: the last n positions, or an index tensor of positions (an empty one: no logits at all).
-            teacher: also run the backbone on every revealed state, packed into the same forward.
+            teacher: also run the backbone on every revealed state, in the same forward as on `input_ids`.
 
         Raises:
             ValueError: for a shape that does not fit, or `revealed_ids` where there is no head.
@@ -187,26 +188,37 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
             context = number if clean_ids is None else CLEAN
             return tokens_of_stream(segment, positions, self.config.block_size, number, context)
 
-        states = [] if revealed_ids is None else list(revealed_ids.unbind(1))
-        noisy = [input_ids, *states] if teacher else [input_ids]
-        packed = noisy if clean_ids is None else [*noisy, clean_ids]
-        numbers = [*range(1, len(noisy) + 1), CLEAN][: len(packed)]
-        hidden = self.backbone_hidden_states(
-            torch.cat(packed, dim=1), positions.repeat(1, len(packed)), join([stream(number) for number in numbers])
-        ).split(input_ids.shape[1], dim=1)
+        noisy = input_ids[:, None]  # [R, S, L]
+        if teacher:
+            noisy = torch.cat([noisy, revealed_ids], dim=1)
+        cache, clean_hidden = None, None
+        if clean_ids is not None:
+            cache = ContextCache()
+            clean_hidden = self.backbone_hidden_states(clean_ids, positions, stream(CLEAN), cache=cache)
+        hidden = self._backbone_on_streams(noisy, positions, stream(1), stream(CLEAN), cache)
 
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
         keep = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else keep
-        output = MRPModelOutput(logits=self.logits(hidden[0][:, keep]), last_hidden_state=hidden[0])
+        output = MRPModelOutput(logits=self.logits(hidden[:, 0, keep]), last_hidden_state=hidden[:, 0])
         if teacher:
-            output.revealed_hidden_states = torch.stack(hidden[1 : len(noisy)], dim=1)
-        if states:
-            clean = None if clean_ids is None else (clean_ids, hidden[-1])
-            tokens = [stream(1)] if clean is None else [stream(1), stream(CLEAN)]
-            corrected = self._unroll_head(states, hidden[0], clean, positions, join(tokens))
+            output.revealed_hidden_states = hidden[:, 1:]
+        if revealed_ids is not None:
+            clean = None if clean_ids is None else (clean_ids, clean_hidden)
+            tokens = stream(1) if clean is None else join([stream(1), stream(CLEAN)])
+            corrected = self._unroll_head(revealed_ids.unbind(1), hidden[:, 0], clean, positions, tokens)
             output.corrected_hidden_states = corrected
             output.corrected_logits = self.logits(corrected[:, :, keep])
         return output
+
+    def _backbone_on_streams(self, ids, positions, own: Tokens, context: Tokens, cache):
+        """h, [R, S, L, H], of S streams [R, S, L] that do not see one another, as rows behind the cached context."""
+        streams = ids.shape[1]
+        own, context = (Tokens(*(field.repeat_interleave(streams, 0) for field in part)) for part in (own, context))
+        keys = own if cache is None else join([context, own])
+        hidden = self.backbone_hidden_states(
+            ids.flatten(0, 1), positions.repeat_interleave(streams, 0), own, keys, cache
+        )
+        return hidden.unflatten(0, (-1, streams))
 
     def backbone_hidden_states(self, ids, positions, tokens: Tokens, keys: Tokens | None = None, cache=None):
         """h of the backbone, [R, Q, H], for queries `ids` [R, Q] that see `keys` (default: one another)."""
