@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
 
 from .configuration_mrp import AUTO_MAP, MRPConfig
 
@@ -48,7 +49,8 @@ def read_checkpoint(source, num_mrp_layers=None, block_size=None, mask_token_id=
         OSError: when `config.json` or the safetensors are not there.
     """
     hub = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
-    with open(cached_file(source, "config.json", **hub), encoding="utf-8") as file:
+    path = cached_file(source, "config.json", **hub)
+    with open(path, encoding="utf-8") as file:
         values = json.load(file)
     if values.get("model_type") not in ARCHITECTURES:
         raise ValueError(
@@ -60,6 +62,7 @@ def read_checkpoint(source, num_mrp_layers=None, block_size=None, mask_token_id=
     _override(values, "block_size", block_size)
     _override(values, "mask_token_id", mask_token_id)
     config = _config(source, values, num_mrp_layers, has_head)
+    config._commit_hash = extract_commit_hash(path, None)  # the weights are then of the same commit
     renames = {}
     if prefix is not None and prefix != HEAD_PREFIX:
         renames["^" + prefix.replace(".", r"\.")] = HEAD_PREFIX

@@ -26,7 +26,7 @@ def save_head(model, folder) -> Path:
         raise ValueError("the model has no head to save (num_mrp_layers is 0)")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    base_model, base_revision = base_of(model, commit=model.config._commit_hash)
+    base_model, base_revision = base_of(model, commit=vars(model.config).get("_commit_hash"))
     config = {
         "base_model": base_model,
         "base_revision": base_revision,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi
+from transformers import GenerationConfig
+from transformers.utils import logging
 
 from modeling_mrp import MRPForDiffusionLM
 
@@ -29,6 +31,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+SAMPLING_VALUES = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -95,8 +100,7 @@ def convert(
     if head is not None:
         load_head(model, head)
     model.config.base_model, model.config.base_revision = base_of(model, source, commit)
-    if model.mrp_head is not None:
-        model.generation_config.mrp_mode = model.generation_config.to_dict().get("mrp_mode") or "spec"
+    _set_generation_defaults(model)
     report = Conversion(
         destination=str(destination),
         base_model=model.config.base_model,
@@ -118,6 +122,20 @@ def convert(
             shutil.rmtree(destination)
         written.rename(destination)
     return report
+
+
+def _set_generation_defaults(model):
+    """Speculative decoding where there is a head; no sampling values that the source itself leaves without effect."""
+    generation = model.generation_config
+    if model.mrp_head is not None:
+        generation.mrp_mode = generation.to_dict().get("mrp_mode") or "spec"
+    if generation.do_sample:
+        return
+    unset = GenerationConfig().to_dict()
+    idle = [name for name in SAMPLING_VALUES if generation.to_dict()[name] != unset[name]]
+    if idle:  # transformers reads such a file, but refuses to write it
+        logger.warning("generation config: %s dropped, they mean nothing without do_sample", ", ".join(idle))
+        generation.update(**{name: unset[name] for name in idle})
 
 
 def copy_tokenizer(source, destination):
