@@ -18,9 +18,10 @@ from torch.autograd.function import once_differentiable
 BACKENDS = ("auto", "torch", "triton")
 # Elements of one [rows, V] buffer that chunk_rows="auto" aims at: small enough to save memory, large enough for
 # matrix products at full speed.
-CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
-# Elements the PyTorch row function works on at a time: in cache on a CPU, few launches on a GPU.
-TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**25}
+CHUNK_ELEMENTS = {"cpu": 3 * 2**22, "cuda": 2**27}
+# Elements the PyTorch row function works on at a time. Smaller tiles would stay in a CPU's cache, but each operation
+# on one ends in a barrier between threads, and on a busy machine those barriers cost far more than the cache saves.
+TILE_ELEMENTS = {"cpu": 2**22, "cuda": 2**25}
 # Below it exp(r) - 1 - r comes from its series, above it from exp: either way good to a few ulp.
 SMALL = 1 / 16
 # Last factorial of that series, cut off below the rounding of the dtype.
@@ -141,16 +142,16 @@ def kl_rows_reference(teacher: Tensor, delta: Tensor, kl: Tensor, temperature: f
     rows = max(1, TILE_ELEMENTS.get(teacher.device.type, TILE_ELEMENTS["cuda"]) // teacher.shape[1])
     for start in range(0, len(kl), rows):
         tile = slice(start, start + rows)
-        tile_kl, gradient = _kl_tile(teacher[tile].to(kl.dtype), delta[tile].to(kl.dtype), temperature)
-        kl[tile] = tile_kl * temperature**2
+        d = delta[tile].to(kl.dtype)  # itself unless narrower
+        kl[tile] = _kl_tile(teacher[tile].to(kl.dtype), d, temperature) * temperature**2
         if write_gradient:
-            delta[tile] = gradient
+            delta[tile].copy_(d)
 
 
-def _kl_tile(z: Tensor, d: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """KL [R] and dKL/dd [R, V] of teacher logits z and differences d, both [R, V] and both used as scratch space.
+def _kl_tile(z: Tensor, d: Tensor, temperature: float) -> Tensor:
+    """KL [R] of teacher logits z and differences d, both [R, V]; z is overwritten, d becomes dKL/d(d/T).
 
-    Two more buffers of that size and two masks are all the memory this takes; hence the `out=`.
+    Beyond them it takes two buffers of their size and three masks; hence the `out=` and the reused storage.
     """
     if temperature != 1:
         z.div_(temperature)
@@ -166,17 +167,19 @@ def _kl_tile(z: Tensor, d: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     log_p = z.sub_(lse_b)
     r = d.sub_(lse_change)
     # |p (exp(r) - 1)| = max(p, q) (1 - exp(-|r|)): no overflow whichever of p and q is the larger
-    larger = torch.clamp(r, min=0, out=s).add_(log_p).exp_()
-    shrink = r.abs().neg_().expm1_()
-    gradient = torch.copysign(larger.mul_(shrink), r, out=larger)
+    gradient = torch.clamp(r, min=0, out=s).add_(log_p).exp_()
+    shrink = torch.copysign(r, -1.0).expm1_()
+    gradient.mul_(shrink)
     is_small = shrink > math.expm1(-SMALL)
 
     p = log_p.exp_()
-    series = _series(r, out=shrink).mul_(r).mul_(r).mul_(p)  # p (exp(r) - 1 - r), |r| small
     p_is_zero = p == 0
-    exact = torch.sub(gradient, p.mul_(r).masked_fill_(p_is_zero, 0.0), out=p)  # the same, |r| large
-    kl = torch.where(is_small, series, exact, out=series).sum(-1)
-    return kl, gradient
+    p_r = p.mul_(r).masked_fill_(p_is_zero, 0.0)  # r may be -inf there
+    small_terms = _series(r, out=shrink).mul_(r).mul_(p_r)  # p (exp(r) - 1 - r) where |r| is small ...
+    gradient = torch.copysign(gradient, r, out=d)
+    large_terms = torch.sub(gradient, p_r, out=p_r)  # ... and where it is not
+    # Two fills and sums: on a CPU a `where` on such a mask takes longer than exp.
+    return large_terms.masked_fill_(is_small, 0.0).sum(-1) + small_terms.masked_fill_(~is_small, 0.0).sum(-1)
 
 
 def _finite_peak(x: Tensor) -> Tensor:
@@ -186,13 +189,12 @@ def _finite_peak(x: Tensor) -> Tensor:
 
 
 def _series(r: Tensor, out: Tensor) -> Tensor:
-    """(exp(r) - 1 - r) / r^2 = 1/2 (1 + r/3 (1 + r/4 (...))) for small r."""
+    """(exp(r) - 1 - r) / r^2 = 1/2! + r/3! + r^2/4! + ... for small r."""
     order = SERIES_ORDER[r.dtype]
-    one = r.new_ones(())
-    torch.mul(r, 1 / order, out=out).add_(1)
-    for k in range(order - 1, 2, -1):
-        torch.addcmul(one, out, r, value=1 / k, out=out)
-    return out.mul_(0.5)
+    torch.mul(r, 1 / math.factorial(order), out=out).add_(1 / math.factorial(order - 1))
+    for k in range(order - 2, 1, -1):
+        torch.addcmul(r.new_tensor(1 / math.factorial(k)), out, r, out=out)
+    return out
 
 
 def _accumulation_dtype(weight: Tensor) -> torch.dtype:
