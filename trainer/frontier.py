@@ -1,0 +1,59 @@
+"""Accuracy against parallelism: the Pareto front and the area under the curve."""
+
+import math
+from collections.abc import Iterable
+
+Point = tuple[float, float]  # tokens per forward of the backbone, accuracy in 0..1
+PENALTY = 3.0
+TOLERATED_LOSS = 0.05
+
+
+def pareto_front(points: Iterable[Point]) -> list[Point]:
+    """The points that no other beats in one figure without losing in the other, by rising tokens per forward."""
+    front: list[Point] = []
+    for point in sorted(set(points), reverse=True):
+        if not front or point[1] > front[-1][1]:
+            front.append(point)
+    return front[::-1]
+
+
+def area_under_parallelism(points: Iterable[Point], best_accuracy: float | None = None) -> float:
+    """Accuracy under parallelism (AUP) of a curve, as published with d3LLM (arXiv 2601.07568).
+
+    With the points (rho_i, y_i) by rising tokens per forward rho, y in percent, and those left out that lose more
+    than 5 points of accuracy against the first:
+
+        AUP = rho_1 y_1 + sum over i > 1 of (rho_i - rho_{i-1}) (y_i W(y_i) + y_{i-1} W(y_{i-1})) / 2
+        W(y) = min(exp(-3 (1 - y / y_best)), 1)
+
+    So a decoder of one token a forward that is always right has 100, and speed that costs accuracy counts less.
+    Of several points at one speed the best counts.
+
+    Args:
+        points: at least one, accuracy in 0..1.
+        best_accuracy: y_best, the best of all curves that are compared (default: of this one).
+
+    Raises:
+        ValueError: without points, or for figures that are none.
+    """
+    best_at: dict[float, float] = {}
+    for speed, accuracy in points:
+        if not (speed > 0 and 0 <= accuracy <= 1):
+            raise ValueError(f"points must be (tokens per forward > 0, accuracy in 0..1), got {(speed, accuracy)}")
+        best_at[speed] = max(accuracy, best_at.get(speed, 0.0))
+    if not best_at:
+        raise ValueError("points is empty: the area under a curve needs at least one")
+    curve = sorted(best_at.items())
+    best = max(best_at.values()) if best_accuracy is None else best_accuracy
+    first = curve[0][1]
+    kept = [(speed, accuracy) for speed, accuracy in curve if accuracy >= first - TOLERATED_LOSS - 1e-9]
+    heights = [accuracy * accuracy_weight(accuracy, best) for _, accuracy in kept]
+    area = kept[0][0] * first
+    for i in range(1, len(kept)):
+        area += (kept[i][0] - kept[i - 1][0]) * (heights[i] + heights[i - 1]) / 2
+    return 100 * area
+
+
+def accuracy_weight(accuracy: float, best: float) -> float:
+    """W of `area_under_parallelism`, in 0..1."""
+    return min(math.exp(-PENALTY * (1 - accuracy / best)), 1.0) if best > 0 else 1.0
