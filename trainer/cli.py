@@ -12,6 +12,7 @@ COMMANDS = {  # name: (module, function that takes the arguments, summary)
     "convert": (".cli", "convert", "make a self-contained folder of an SDAR or SDAR-MRP checkpoint"),
     "train": (".train", "main", "train a head as a YAML says"),
     "generate": (".generate_command", "main", "decode prompts with a checkpoint"),
+    "eval": (".eval_command", "main", "accuracy against tokens per forward, over a grid of modes"),
     "bench": (".cli", "bench", "measure time and memory"),
     "push": (".cli", "push", "upload a folder to the Hub in one commit"),
 }
