@@ -1,0 +1,120 @@
+"""What the benchmarks share: interleaved timing, a clock for the stages of a run, and which machine it was."""
+
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import torch
+import transformers
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def timed(step: Callable[[], object], device: torch.device) -> float:
+    """Seconds that one call of `step` takes, the work it leaves on a GPU included."""
+    synchronise(device)
+    start = time.perf_counter()
+    step()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def interleaved(
+    steps: dict[str, Callable[[], object]], repeats: int, device: torch.device, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """Seconds of every repetition of every step, in rounds, so that a busy machine is busy for all of them.
+
+    Args:
+        steps: by name.
+        repeats: rounds that are timed.
+        device: that the steps work on.
+        warm_up: call each step once before, untimed.
+
+    Raises:
+        ValueError: when `repeats` is below 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    if warm_up:
+        for step in steps.values():
+            step()
+    seconds = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            seconds[name].append(timed(step, device))
+    return seconds
+
+
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """Median over the rounds of above / below: what was slow for one was slow for the other in the same round."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def synchronise(device: torch.device):
+    """Wait for what a GPU still has to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class StageClock:
+    """Adds up the time that passes inside given methods while it is open, and counts their calls.
+
+    Args:
+        methods: (owner, name of its method, stage); an owner is a module, or a class for all its instances. No
+            method may call another one of them, or time would count twice.
+        device: that they work on; a GPU is waited for at every border, which slows the run down somewhat.
+
+    Attributes:
+        seconds, calls: by stage.
+    """
+
+    def __init__(self, methods: Sequence[tuple[object, str, str]], device: torch.device):
+        self.methods = methods
+        self.device = device
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+
+    def __enter__(self):
+        with ExitStack() as patches:
+            for owner, name, stage in self.methods:
+                patches.enter_context(patch.object(owner, name, self._clocked(owner, name, stage)))
+            self._patches = patches.pop_all()
+        return self
+
+    def __exit__(self, *exception):
+        self._patches.close()
+
+    def _clocked(self, owner, name, stage):
+        method = getattr(owner, name)
+
+        def clocked(*args, **kwargs):
+            synchronise(self.device)
+            start = time.perf_counter()
+            result = method(*args, **kwargs)
+            synchronise(self.device)
+            self.seconds[stage] += time.perf_counter() - start
+            self.calls[stage] += 1
+            return result
+
+        return clocked
+
+
+def machine(device: torch.device) -> str:
+    """The machine in words: device, threads, versions."""
+    if device.type == "cuda":
+        what = torch.cuda.get_device_name(device)
+    else:
+        what = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{what}, torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+def check_at_least_one(**values: int | Sequence[int]):
+    """Raise a ValueError that names the first option that is empty or holds a number below 1."""
+    for name, value in values.items():
+        numbers = [value] if isinstance(value, int) else list(value)
+        if not numbers or min(numbers) < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
