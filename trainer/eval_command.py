@@ -117,13 +117,13 @@ def _load(arguments):
 
 
 def _modes(arguments, config) -> dict[str, dict]:
-    from .evaluation import BASELINES, DEFAULT_KINDS, HEADLESS_KINDS, grid
+    from .eval_grid import BACKBONE_ONLY, BASELINES, DEFAULT_KINDS, HEADLESS_KINDS, grid
 
     if arguments.grid is not None:
         modes = yaml.safe_load(Path(arguments.grid).read_text(encoding="utf-8"))
         if not isinstance(modes, dict) or not all(isinstance(options, dict) for options in modes.values()):
             raise ValueError(f"--grid {arguments.grid} must map names of modes to options of generate")
-        return {str(name): {"mrp_mode": None} | options for name, options in modes.items()}
+        return {str(name): BACKBONE_ONLY | options for name, options in modes.items()}
     kinds = arguments.modes.split(",") if arguments.modes is not None else None
     if kinds is None:
         kinds = DEFAULT_KINDS if config.num_mrp_layers else HEADLESS_KINDS

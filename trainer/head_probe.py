@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from .data import MRPCollator
-from .evaluation import BACKBONE_ONLY, Settings, decode_batch, prompt_ids, write_json
+from .eval_grid import BACKBONE_ONLY
+from .evaluation import Settings, decode_batch, prompt_ids, write_json
 from .frontier import accuracy_weight
 from .head_metrics import HeadMetrics, measure_head
 from .scorers import Scorer

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .evaluation import family
+from .eval_grid import family
 from .frontier import pareto_front
 
 FORMATS = ("png", "svg")
@@ -127,8 +127,11 @@ def _whole_ticks(axes, count: int, first: int = 0):
 
 
 def _save(figure, stem: Path) -> list[Path]:
+    import matplotlib
+
     files = [stem.with_suffix(f".{extension}") for extension in FORMATS]
     for file in files:
-        # without a date the same figures give the same file
-        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+        # without a date and random ids the same figures give the same file
+        with matplotlib.rc_context({"svg.hashsalt": stem.name}):
+            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files

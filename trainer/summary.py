@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from .evaluation import family
+from .eval_grid import family
 from .frontier import area_under_parallelism, pareto_front
 
 
