@@ -103,16 +103,18 @@ class Sampler:
             steps: denoising steps done in the block at each state, [R, ...].
             context: ids that processors of the user's see, [R, P].
         """
-        log_probs, chosen_from = self._distributions(logits, context)
-        keys_in = chosen_from
-        if self.samples:
-            keys = self.keys.view(-1, *[1] * (positions.dim() - 1))
-            noise_keys = combine_keys(keys, positions, steps[..., None])
-            keys_in = chosen_from + keyed_gumbel(noise_keys, logits.shape[-1])
-        token = keys_in.argmax(-1)
+        log_probs, scores = self._distributions(logits, context)
+        token = self.with_noise(scores, positions, steps).argmax(-1)
         confidence = log_probs.gather(-1, token[..., None])[..., 0].exp()
         entropy = torch.special.entr(log_probs.exp()).sum(-1) if self.with_entropy else None
-        return Read(token, confidence, entropy, chosen_from if self.with_scores else None)
+        return Read(token, confidence, entropy, scores if self.with_scores else None)
+
+    def with_noise(self, scores, positions, steps) -> torch.Tensor:
+        """Processed scores [R, ..., B, V] plus the noise of their state; unchanged in greedy decoding."""
+        if not self.samples:
+            return scores
+        keys = self.keys.view(-1, *[1] * (positions.dim() - 1))
+        return scores + keyed_gumbel(combine_keys(keys, positions, steps[..., None]), scores.shape[-1])
 
     def confidence_of(self, logits, tokens, context) -> torch.Tensor:
         """Probability of given tokens [R, ...] under logits [R, ..., V], temperature applied, not truncated."""

@@ -31,7 +31,7 @@ def main(argv: list[str]):
     parser.add_argument("--json", action="store_true", help="print texts, statistics and options as JSON")
     arguments, rest = parser.parse_known_args(argv)
     options = {"max_new_tokens": arguments.max_new_tokens} | _options(rest)
-    prompts = _prompts(arguments)
+    prompts = read_prompts(arguments)
     if arguments.stream and (len(prompts) != 1 or arguments.json):
         raise ValueError("--stream shows one prompt as text: give one --prompt and no --json")
 
@@ -97,13 +97,14 @@ def _options(rest: list[str]) -> dict:
     return options
 
 
-def _prompts(arguments) -> list[str]:
+def read_prompts(arguments, default: list[str] | None = None) -> list[str]:
+    """The prompts of `--prompt` and `--prompt-file`, or the default; a ValueError when there is none."""
     prompts = list(arguments.prompt)
     if arguments.prompt_file == "-":
         prompts += sys.stdin.read().splitlines()
     elif arguments.prompt_file is not None:
         prompts += Path(arguments.prompt_file).read_text(encoding="utf-8").splitlines()
-    prompts = [prompt for prompt in prompts if prompt.strip()]
+    prompts = [prompt for prompt in prompts if prompt.strip()] or default
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT or --prompt-file FILE")
     return prompts

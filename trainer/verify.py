@@ -1,0 +1,241 @@
+"""`mrp verify`: is speculative decoding really lossless here, on the user's own prompts?"""
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .cli import command_parser
+
+BUILT_IN_PROMPTS = [
+    "Tom has 23 apples, buys 14, doubles them. How many?",
+    "Anna has 8 books. How many?",
+    "Write a function that returns the larger of two numbers.",
+    "Explain in one paragraph why the sky is blue.",
+    "List the first ten prime numbers.",
+]
+RULES = {
+    "static": {"remasking_strategy": "low_confidence_static"},
+    "dynamic": {"remasking_strategy": "low_confidence_dynamic"},
+    "sequential": {"remasking_strategy": "sequential"},
+    "entropy": {"remasking_strategy": "entropy_bounded"},
+}
+CHOICES = {"greedy": {}, "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 0}}
+ROUNDING_STEPS = 8  # a margin of so many units in the last place of the largest value counts as rounding
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where speculative decoding first left backbone-only decoding, replayed without a cache.
+
+    Attributes:
+        prompt: number of the prompt.
+        position: of the token, counted from the start of the prompt; step: denoising steps done in its block.
+        backbone_token, spec_token: the two candidates, as text; confidences: of the two, at that state.
+        token_margin: gap of their scores (noise included when sampling).
+        order_margin: smallest gap in confidence, in this block up to there, between a position that was revealed and
+            one that was not: below rounding, another order is as good.
+        within_rounding: whether one of the margins is within rounding of the dtype.
+    """
+
+    prompt: int
+    position: int
+    step: int
+    backbone_token: str
+    spec_token: str
+    confidences: tuple[float, float]
+    token_margin: float
+    order_margin: float
+    within_rounding: bool
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: what was compared, on how many prompts or rows, and what differed."""
+
+    name: str
+    compared: int
+    same: int
+    tokens_per_forward: float | None = None
+    accepted_by_depth: list[float] | None = None
+    difference: Difference | None = None
+
+
+def verify(model, tokenizer, inputs, max_new_tokens: int = 64, seed: int = 0, **spec_options) -> list[Check]:
+    """Compare spec with backbone-only for every step rule, greedy and sampling, and a batch with its rows.
+
+    Args:
+        inputs: `input_ids` and `attention_mask` [R, P], left-padded.
+        spec_options: options of `generate` for the speculative side (mrp_steps, mrp_draft, ...).
+    """
+    checks = []
+    for rule, rule_options in RULES.items():
+        for choice, choice_options in CHOICES.items():
+            options = rule_options | choice_options | {"max_new_tokens": max_new_tokens}
+            plain, _ = _decode(model, inputs, seed, mrp_mode=None, **options)
+            spec, output = _decode(model, inputs, seed, **{"mrp_mode": "spec"} | spec_options, **options)
+            same = (plain == spec).all(1)
+            differing = (~same).nonzero()[:, 0].tolist()
+            difference = None
+            if differing:
+                row = differing[0]
+                prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()]
+                difference = locate(model, tokenizer, row, prompt, plain[row], spec[row], options, seed)
+            proposed, accepted = output.stats.drafts_proposed.sum(0)[1:], output.stats.drafts_accepted.sum(0)[1:]
+            checks.append(
+                Check(
+                    name=f"spec equals backbone-only, {rule}, {choice}",
+                    compared=len(same),
+                    same=int(same.sum()),
+                    tokens_per_forward=output.tokens_per_forward.mean().item(),
+                    accepted_by_depth=(accepted / proposed.clamp(min=1)).tolist(),
+                    difference=difference,
+                )
+            )
+    return checks + _law_checks(model, inputs, max_new_tokens, seed, spec_options)
+
+
+def _law_checks(model, inputs, max_new_tokens, seed, spec_options) -> list[Check]:
+    checks = []
+    for name, mode in {"backbone-only": {"mrp_mode": None}, "spec": {"mrp_mode": "spec"} | spec_options}.items():
+        together, _ = _decode(model, inputs, seed, max_new_tokens=max_new_tokens, **mode)
+        same = 0
+        for row, (ids, mask) in enumerate(zip(inputs["input_ids"], inputs["attention_mask"], strict=True)):
+            alone = {"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]}
+            new, _ = _decode(model, alone, seed, max_new_tokens=max_new_tokens, **mode)
+            same += int(torch.equal(new[0], together[row, : new.shape[1]]))
+        checks.append(Check(f"a batch equals its rows, {name}", len(together), same))
+        clean = (together != model.config.mask_token_id).all(1)
+        checks.append(Check(f"no mask token is returned, {name}", len(together), int(clean.sum())))
+    return checks
+
+
+def _decode(model, inputs, seed, max_new_tokens, **options):
+    """New tokens [R, max_new_tokens], padded, and the output."""
+    torch.manual_seed(seed)
+    output = model.generate(**inputs, max_new_tokens=max_new_tokens, return_dict_in_generate=True, **options)
+    new = output.sequences[:, inputs["input_ids"].shape[1] :]
+    pad = model.generation_config.pad_token_id
+    return torch.nn.functional.pad(new, (0, max_new_tokens - new.shape[1]), value=0 if pad is None else pad), output
+
+
+def locate(model, tokenizer, number, prompt, plain, spec, options, seed) -> Difference:
+    """Replay backbone-only decoding of the block with the first difference, step by step and without a cache."""
+    from modeling_mrp.options import DecodingOptions
+    from modeling_mrp.sampling import Sampler, row_keys
+
+    size, mask_id = model.config.block_size, model.config.mask_token_id
+    known = {name: value for name, value in options.items() if name in DecodingOptions.__dataclass_fields__}
+    rule = DecodingOptions.resolve(known, model.config).step_rule
+    first = len(prompt) + int((plain != spec).nonzero()[0])
+    start = first // size * size
+    row = torch.cat([prompt, plain])[: start + size]
+    row = torch.nn.functional.pad(row, (0, start + size - len(row)), value=mask_id)
+    row[max(start, len(prompt)) :] = mask_id
+    theirs = torch.nn.functional.pad(torch.cat([prompt, spec]), (0, size), value=mask_id)[start : start + size]
+    torch.manual_seed(seed)
+    sampling = options.get("do_sample", False)
+    temperature = options.get("temperature", 1.0)
+    sampler = Sampler(
+        mask_id,
+        shaping=[lambda _, scores: scores / temperature] if sampling else [],
+        truncation=[],
+        keys=row_keys(prompt[None], torch.ones_like(prompt[None], dtype=torch.bool)) if sampling else None,
+        seed=torch.randint(2**62, ()).item() if sampling else 0,
+        with_entropy=rule.needs_entropy,
+        with_scores=True,
+    )
+    positions = torch.arange(start, start + size, device=row.device)[None]
+    order_margin = float("inf")
+    for step in range(size):
+        with torch.no_grad():
+            logits = model(row[None]).logits[:, start:]
+        steps = torch.tensor([step], device=row.device)
+        read = sampler.read(logits, positions, steps, row[None])
+        masked = row[None, start:] == mask_id
+        reveal = rule(read.confidence, read.entropy, masked)[0]
+        left = masked[0] & ~reveal
+        if left.any():
+            gap = read.confidence[0][reveal].min() - read.confidence[0][left].max()
+            order_margin = min(order_margin, gap.abs().item())
+        wrong = (reveal & (read.token[0] != theirs) & (theirs != mask_id)).nonzero()[:, 0].tolist()
+        if wrong or step == size - 1:
+            at = wrong[0] if wrong else first - start
+            ours, other = read.token[0, at], theirs[at]
+            scores = sampler.with_noise(read.scores, positions, steps)[0, at]
+            both = torch.stack([ours, other])[None]
+            probabilities = sampler.confidence_of(logits[:, at].expand(2, -1)[None], both, row[None])[0].tolist()
+            margin = (scores[ours] - scores[other]).abs().item()
+            step_size = torch.finfo(model.dtype).eps * ROUNDING_STEPS
+            token_is_close = margin <= step_size * logits[0, at].abs().max().item()
+            return Difference(
+                number, start + at, step, tokenizer.decode(ours), tokenizer.decode(other), tuple(probabilities),
+                margin, order_margin, token_is_close or order_margin <= step_size,
+            )  # fmt: skip
+        row[start:][reveal] = read.token[0][reveal]
+
+
+def passed(check: Check, strict: bool) -> bool:
+    """Whether a check holds; outside `strict` (float32) a first difference within rounding is let pass."""
+    return check.same == check.compared or (
+        not strict and check.difference is not None and check.difference.within_rounding
+    )
+
+
+def describe(check: Check, strict: bool) -> str:
+    """The line, or lines, of the report for one check."""
+    verdict = "same" if check.same == check.compared else "rounding" if passed(check, strict) else "DIFFERENT"
+    line = f"{verdict:10}{check.same}/{check.compared}  {check.name}"
+    if check.tokens_per_forward is not None:
+        depths = " ".join(f"{share:.2f}" for share in check.accepted_by_depth)
+        line += f"; {check.tokens_per_forward:.2f} tokens a forward, accepted by depth: {depths or '-'}"
+    if check.difference is not None:
+        d = check.difference
+        line += (
+            f"\n          prompt {d.prompt}, position {d.position}, step {d.step} of its block: "
+            f"{d.backbone_token!r} ({d.confidences[0]:.4f}) alone, {d.spec_token!r} ({d.confidences[1]:.4f}) in spec; "
+            f"score margin {d.token_margin:.3g}, order margin {d.order_margin:.3g}"
+        )
+    return line
+
+
+def main(argv: list[str]) -> int:
+    """Print the report; exit status 1 when something differs by more than rounding (at all, in float32)."""
+    from .generate_command import encode, load, read_prompts
+
+    parser = command_parser(
+        "verify",
+        "Check that speculative decoding returns the tokens of backbone-only decoding, for every step rule, greedy\n"
+        "and sampling; that a batch equals its rows; that no mask token is returned. In float32 every difference\n"
+        "fails; in bf16 one that hangs on rounding is reported and let pass. Exit status 1 when a check fails.",
+        "mrp verify sdar-1.7b-mrp --prompt-file prompts.txt --dtype float32",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub id")
+    parser.add_argument("--prompt", action="append", default=[], help="may be given several times (default: built-in)")
+    parser.add_argument("--prompt-file", help="one prompt per line, - for standard input")
+    parser.add_argument("--head", help="folder or Hub id of a head; refused when it belongs to another backbone")
+    parser.add_argument("--revision", help="revision of MODEL on the Hub")
+    parser.add_argument("--raw", action="store_true", help="do not apply the tokenizer's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="default: 64")
+    parser.add_argument("--steps", type=int, default=4, help="look-ahead K (default: 4)")
+    parser.add_argument("--draft", choices=("head", "self"), help="drafter (default: the head when there is one)")
+    parser.add_argument("--acceptance", choices=("exact", "token"), default="exact", help="token is not lossless")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--device", help="default: cuda when there is one")
+    parser.add_argument("--dtype", default="auto", help="default: the checkpoint's own; float32 demands equality")
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    arguments = parser.parse_args(argv)
+    prompts = read_prompts(arguments, default=BUILT_IN_PROMPTS)
+    model, tokenizer = load(arguments)
+    inputs = encode(tokenizer, prompts, raw=arguments.raw).to(model.device)
+    options = {"mrp_steps": arguments.steps, "mrp_draft": arguments.draft, "mrp_acceptance": arguments.acceptance}
+    checks = verify(model, tokenizer, inputs, arguments.max_new_tokens, arguments.seed, **options)
+    strict = model.dtype == torch.float32
+    ok = all(passed(check, strict) for check in checks)
+    if arguments.json:
+        print(json.dumps({"ok": ok, "dtype": str(model.dtype), "checks": [asdict(check) for check in checks]}))
+    else:
+        print(f"{arguments.model}, {model.dtype}, {len(prompts)} prompts, K = {arguments.steps}")
+        print("\n".join(describe(check, strict) for check in checks))
+        print("every check holds" if ok else "a check FAILED")
+    return 0 if ok else 1
