@@ -119,6 +119,14 @@ def test_float32_is_close_to_float64(ours, vocab_size, change):
     assert relative_error(gradient, exact_gradient) < 3e-4
 
 
+def test_loss_is_exact_far_below_rounding_of_the_logits(ours):
+    """At a KL of 1e-7, exp(r) - 1 - r is a difference of numbers ten thousand times as large as itself."""
+    inputs = random_hidden(8, 1000, change=2e-4)
+    exact_kl, _ = exact_kl_and_gradient(*inputs)
+    assert 5e-8 < exact_kl.mean() < 5e-7
+    torch.testing.assert_close(ours.kl(*inputs).double(), exact_kl, rtol=2e-5, atol=0)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperature_scales_logits_and_loss(ours, temperature):
     inputs = random_hidden(4, 1000, change=0.3)

@@ -46,12 +46,8 @@ def bench_loss(
         `seconds`, the median; `peak_bytes` beyond the inputs; `time_ratio` and `memory_ratio` to naive;
         `gemm_ratio`, the time relative to the products. Where one cannot run these are None and `note` says why.
     """
-    for name, value in {
-        "rows": rows,
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "repeats": repeats,
-    }.items():
+    sizes = {"rows": rows, "vocab_size": vocab_size, "hidden_size": hidden_size, "repeats": repeats}
+    for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     inputs = _random_inputs(rows, vocab_size, hidden_size, dtype, device)

@@ -84,10 +84,9 @@ class _LinearKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h_student, h_teacher, weight, suppressed, temperature, chunk_rows, row_function, want_gradient):
-        with torch.autocast(weight.device.type, enabled=False):
-            kl, gradient = _kl_in_chunks(
-                h_student, h_teacher, weight, suppressed, temperature, chunk_rows, row_function, want_gradient
-            )
+        kl, gradient = _kl_in_chunks(
+            h_student, h_teacher, weight, suppressed, temperature, chunk_rows, row_function, want_gradient
+        )
         ctx.save_for_backward(gradient)
         ctx.temperature = temperature  # T^2 of the loss over T of the logits
         ctx.dtype = h_student.dtype
@@ -117,6 +116,7 @@ def _kl_in_chunks(
         size = rows.stop - start
         stacked[:size] = h_teacher[rows]
         stacked[size : 2 * size] = h_student[rows].to(wide) - h_teacher[rows].to(wide)
+        # A product with out= is not subject to autocast.
         z = torch.mm(stacked[: 2 * size], weight.t(), out=logits[: 2 * size])
         teacher, delta = z[:size], z[size:]
         if suppressed is not None:
