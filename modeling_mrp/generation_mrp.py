@@ -97,8 +97,7 @@ class Progress:
         self.draft_streamer = streamer if hasattr(streamer, "put_draft") else None
 
     def __call__(self, state: BlockState):
-        ready = torch.where(state.running, state.starts - state.prompt_lengths, self.max_new_tokens)
-        ready = int(torch.where(self.unfinished, ready, self.max_new_tokens).min())
+        ready = int(torch.where(state.running, state.starts - state.prompt_lengths, self.max_new_tokens).min())
         done = self.sequences.shape[1] - self.prompt_columns
         while done < ready and self.unfinished.any():
             self._emit(state, done)
