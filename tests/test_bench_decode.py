@@ -100,9 +100,8 @@ def test_rows_are_consistent(tiny_model):
             assert rows[lossless, size].identical == 1
         assert rows["autoregressive", size].identical is None
         assert rows["plain-sdar", size].backbone_forwards > static.backbone_forwards
-        assert (
-            len(rows["spec-4", size].accepted) == 2
-        )  # a state of three masked positions has two drafts before it ends
+        # three positions are masked behind the opening step: two drafts leave one
+        assert len(rows["spec-4", size].accepted) == 2
 
 
 def test_forwards_are_those_that_generate_counts(tiny_model):

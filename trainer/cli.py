@@ -13,11 +13,15 @@ COMMANDS = {  # name: (module, function that takes the arguments, summary)
     "train": (".train", "main", "train a head as a YAML says"),
     "generate": (".generate_command", "main", "decode prompts with a checkpoint"),
     "eval": (".eval_command", "main", "accuracy against tokens per forward, over a grid of modes"),
+    "verify": (".verify", "main", "check that speculative decoding is lossless, on your own prompts"),
     "bench": (".cli", "bench", "measure time and memory"),
     "push": (".cli", "push", "upload a folder to the Hub in one commit"),
 }
 BENCHMARKS = {
     "loss": (".bench_loss", "main", "the fused loss against PyTorch's ways to compute it"),
+    "decode": (".bench_decode", "main", "tokens per second of every decoding mode, against three baselines"),
+    "shapes": (".bench_shapes", "main", "what a step costs at real sizes, without weights; the speed-up to expect"),
+    "train": (".bench_train", "main", "tokens per second of a training step, against the work it cannot avoid"),
 }
 
 
