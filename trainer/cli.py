@@ -35,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read by transformers too, when it is imported
     try:
         return _dispatch("mrp", COMMANDS, argv)
+    except BrokenPipeError:  # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
+        return 1
     except (ValueError, OSError) as error:  # bad input; anything else is a bug and shows its traceback
         print(f"mrp: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
