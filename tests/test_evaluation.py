@@ -9,7 +9,7 @@ import pytest
 import torch
 from plain_loop import plain_decode
 
-from modeling_mrp import MRPForDiffusionLM
+from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from modeling_mrp.options import DecodingOptions
 from trainer.cli import main
 from trainer.data import MRPCollator
@@ -156,7 +156,7 @@ def test_another_run_in_the_folder_is_refused_and_the_difference_named(setup, ti
 def test_the_manifest_says_what_was_run(setup, tmp_path):
     evaluate(*setup, ROWS[:1], first_is_odd, settings(modes={"static": {"mrp_mode": None}}), tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in manifest["versions"]["torch"]
+    assert manifest["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert manifest["settings"]["seed"] == 5
     assert manifest["settings"]["modes"] == {"static": {"mrp_mode": None}}
     assert manifest["prompts"]["count"] == 1
@@ -207,8 +207,11 @@ def test_prompts_and_messages_go_through_the_chat_template(word_tokenizer):
 
 
 def test_modes_mean_what_the_demo_means_by_the_same_names():
-    demo = mode_options(block_size=8)
-    ours = grid(KINDS, [0.9, 0.7, 0.5], [1, 2, 3, 4, 8], block_size=8)
+    config = MRPConfig(block_size=8, mask_token_id=3, num_mrp_layers=1)
+    demo, ours = (
+        {name: DecodingOptions.resolve(options, config) for name, options in modes.items()}
+        for modes in (mode_options(block_size=8), grid(KINDS, [0.9, 0.7, 0.5], [1, 2, 3, 4, 8], block_size=8))
+    )
     shared = demo.keys() & ours.keys()
     assert len(shared) == len(demo) - 3  # remask's names say the threshold here
     assert {name: ours[name] for name in shared} == {name: demo[name] for name in shared}
@@ -357,9 +360,11 @@ def test_a_stored_threshold_is_what_the_residual_criterion_uses(tiny_model, tmp_
     assert options.keep_threshold == 2.0
 
 
-def test_a_threshold_is_stored_in_our_checkpoints_only(golden_folder):
-    with pytest.raises(ValueError, match="no folder of a converted checkpoint"):
-        store_threshold(golden_folder, 2.0)
+def test_a_threshold_is_stored_in_our_checkpoints_only(golden_folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((golden_folder / "config.json").read_bytes())
+    for folder in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(ValueError, match="no folder of a converted checkpoint"):
+            store_threshold(folder, 2.0)
 
 
 # -- the command
@@ -385,7 +390,7 @@ def test_the_command_writes_and_prints_the_summary_and_does_it_again(folder, cap
     modes = ["static", "spec-2", "static-2", "static-4", "dynamic-0.5", "spec-2-self"]
     assert [row["mode"] for row in summary["rows"]] == modes
     assert summary["rows"][1]["identical"] == summary["rows"][5]["identical"] == 1.0
-    assert len(summary["kl"]["before"]) == 3
+    assert len(summary["kl"]["before"]) == len(summary["kl"]["after"]) >= 1
     out = folder / "eval-model"
     assert json.loads((out / "summary.json").read_text()) == summary
     written = {path.name for path in out.iterdir()}
@@ -425,7 +430,7 @@ def test_the_command_calibrates_and_stores(folder, capsys):
     [
         (["--steps", "two"], "--steps must be numbers separated by commas, got 'two'"),
         (["--modes", "sepc"], "Did you mean 'spec'"),
-        (["--skip", "9"], "--skip 9 and --limit None leave no row"),
+        (["--skip", "9"], "no row of data.jsonl is left: --skip 9, --limit None"),
         (["--mrp_mode", "spec"], "options holds mrp_mode"),
         (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
     ],

@@ -33,7 +33,8 @@ def main(argv: list[str]):
         if arguments.plots:
             plots.require_matplotlib()
     if not rows:
-        raise ValueError(f"--skip {arguments.skip} and --limit {arguments.limit} leave no row of {arguments.data}")
+        given = (f"--{name} {vars(arguments)[name]}" for name in ("skip", "limit", "calibrate"))
+        raise ValueError(f"no row of {arguments.data} is left: {', '.join(given)}")
 
     model, tokenizer = _load(arguments)
     settings = evaluation.Settings(

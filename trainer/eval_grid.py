@@ -42,7 +42,8 @@ def grid(kinds: Sequence[str], thresholds: Sequence[float], steps: Sequence[int]
         elif kind == "direct":
             modes |= {f"direct-{k}": {"mrp_mode": "direct", "mrp_steps": k} for k in steps}
         elif kind.startswith("spec"):
-            extra = {"spec-self": {"mrp_draft": "self"}, "spec-token": {"mrp_acceptance": "token"}}.get(kind, {})
+            extra = {"mrp_draft": "self" if kind == "spec-self" else "head"}
+            extra |= {"mrp_acceptance": "token"} if kind == "spec-token" else {}
             suffix = kind.removeprefix("spec")
             modes |= {f"spec-{k}{suffix}": {"mrp_mode": "spec", "mrp_steps": k} | extra for k in steps}
         elif kind.startswith("remask"):

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -116,10 +115,9 @@ def calibrate(
 
 def _accuracy_and_speed(model, tokenizer, prompts, rows, scorer, settings: Settings, options: dict):
     score, tokens, forwards = 0.0, 0, 0
-    settings = replace(settings, options=settings.options | options)
     for start in range(0, len(rows), settings.batch_size):
         at = slice(start, start + settings.batch_size)
-        decoded = decode_batch(model, prompts[at], settings.options, settings.max_new_tokens, settings.seed)
+        decoded = decode_batch(model, prompts[at], settings.options | options, settings.max_new_tokens, settings.seed)
         for row, result in zip(rows[at], decoded, strict=True):
             score += scorer(tokenizer.decode(result["token_ids"], skip_special_tokens=True), row)
             tokens += len(result["token_ids"])
