@@ -190,7 +190,9 @@ def test_two_processes_equal_one_with_twice_the_batch(project, tmp_path, accumul
     assert max(losses(tmp_path / "one").values()) > 0
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe", sorted({*RECIPES.glob("*.yaml")} - {*RECIPES.glob("accelerate-*")}), ids=lambda path: path.stem
+)
 def test_recipe_is_valid(recipe):
     model_args, _, args = parse_arguments([str(recipe), "--bf16", "false"])
     assert model_args.base_model

@@ -36,6 +36,15 @@ class ModelArguments:
     head_init: str = option(
         "fresh", f"How the layers of a new head start, one of {', '.join(HEAD_INITS)}: at random or as copies."
     )
+    lora_rank: int | None = option(
+        None,
+        "Train the head's layers by LoRA of this rank (needs head_init: backbone_layers, or the checkpoint's head).",
+    )
+    lora_alpha: float | None = option(None, "LoRA updates are scaled by alpha / rank; default: 2 * rank.")
+    lora_dropout: float = option(0.0, "Dropout on the input of the LoRA updates.")
+    base_adapter: str | None = option(
+        None, "Folder or Hub id of a LoRA fine-tune of the backbone; it is merged into it first."
+    )
     block_size: int | None = option(None, "Tokens per block, when the checkpoint's config does not say or is wrong.")
     mask_token_id: int | None = option(None, "Id of the mask token, when the checkpoint's config does not say.")
     backbone_dtype: str = option("auto", f"Dtype of the frozen backbone, one of {', '.join(DTYPES)}.")
@@ -47,6 +56,9 @@ class ModelArguments:
         _one_of("head_init", self.head_init, HEAD_INITS)
         _one_of("backbone_dtype", self.backbone_dtype, DTYPES)
         _at_least("num_mrp_layers", self.num_mrp_layers, 1)
+        _at_least("lora_rank", self.lora_rank, 1)
+        if self.lora_rank is not None and self.head is not None:
+            raise ValueError("lora_rank cannot be combined with head: merge that head into base_model by mrp convert")
         _at_least("block_size", self.block_size, 1)
         _at_least("mask_token_id", self.mask_token_id, 0)
 

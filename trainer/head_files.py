@@ -4,38 +4,46 @@ import json
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
+from .peft_head import check_no_live_adapter, forget_adapter, frozen_layers_hash, is_fresh, without_peft
 from .weight_files import backbone_hash, base_of, fetch, tensor_index
 
 HEAD_WEIGHTS = "mrp_head.safetensors"
 HEAD_CONFIG = "mrp_head_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def save_head(model, folder) -> Path:
     """Write the head alone, with the id, the revision and a hash of the backbone it belongs to.
 
     Args:
-        model: an `MRPForDiffusionLM` with a head.
-        folder: is made when missing; gets `mrp_head.safetensors` and `mrp_head_config.json`.
+        model: an `MRPForDiffusionLM` with a head, or one under `lora_head`, of which the adapter is written.
+        folder: is made when missing; gets `mrp_head.safetensors` (or the files of `peft`) and `mrp_head_config.json`.
 
     Raises:
         ValueError: when the model has no head.
     """
-    if model.mrp_head is None:
+    bare = without_peft(model)
+    if bare.mrp_head is None:
         raise ValueError("the model has no head to save (num_mrp_layers is 0)")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    base_model, base_revision = base_of(model, commit=vars(model.config).get("_commit_hash"))
+    base_model, base_revision = base_of(bare, commit=vars(bare.config).get("_commit_hash"))
     config = {
         "base_model": base_model,
         "base_revision": base_revision,
-        "base_hash": backbone_hash(model),
-        "num_mrp_layers": model.config.num_mrp_layers,
-        "block_size": model.config.block_size,
+        "base_hash": backbone_hash(bare),
+        "num_mrp_layers": bare.config.num_mrp_layers,
+        "block_size": bare.config.block_size,
     }
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.mrp_head.state_dict().items()}
-    save_file(state, folder / HEAD_WEIGHTS, metadata={"format": "pt"})
+    if isinstance(model, PeftModel):
+        config["frozen_layers_hash"] = frozen_layers_hash(bare)
+        model.save_pretrained(folder, save_embedding_layers=False)
+    else:
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in bare.mrp_head.state_dict().items()}
+        save_file(state, folder / HEAD_WEIGHTS, metadata={"format": "pt"})
     (folder / HEAD_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder
 
@@ -43,8 +51,10 @@ def save_head(model, folder) -> Path:
 def load_head(model, folder):
     """Load a head written by `save_head` into a model, in place; returns the model.
 
+    A LoRA adapter of a head is merged, unless the model is under `lora_head` itself: that one goes on training it.
+
     Args:
-        model: an `MRPForDiffusionLM` over the same backbone, with a head of as many layers.
+        model: an `MRPForDiffusionLM` over the same backbone, with a head of as many layers; or one under `lora_head`.
         folder: a folder or a Hub id.
 
     Raises:
@@ -52,6 +62,42 @@ def load_head(model, folder):
     """
     folder = fetch(folder)[0]
     config = read_head_config(folder)
+    _check_base(without_peft(model), folder, config)
+    if "frozen_layers_hash" in config:
+        _load_adapter(model, folder, config)
+    elif isinstance(model, PeftModel):
+        raise ValueError(f"the head in {folder} is no LoRA adapter: load it into a model without lora_head")
+    else:
+        _check_tensors(folder / HEAD_WEIGHTS, model.mrp_head.state_dict())
+        model.mrp_head.load_state_dict(load_file(folder / HEAD_WEIGHTS))
+    return model
+
+
+def _load_adapter(model, folder: Path, config: dict):
+    """Into the model's own adapter, or merged into the head's layers."""
+    bare = without_peft(model)
+    merge = not isinstance(model, PeftModel)
+    if merge:
+        check_no_live_adapter(bare)
+        if is_fresh(bare):
+            bare.copy_backbone_layers_to_head()
+    if frozen_layers_hash(bare) != config["frozen_layers_hash"]:
+        raise ValueError(
+            f"the adapter in {folder} was trained over other layers than those of the model's head: load the "
+            "checkpoint it was trained on as it was loaded then (head_init='backbone_layers' for a new head)"
+        )
+    adapted = get_peft_model(bare, LoraConfig.from_pretrained(folder)) if merge else model
+    try:
+        _check_tensors(folder / ADAPTER_WEIGHTS, get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        set_peft_model_state_dict(adapted, load_file(folder / ADAPTER_WEIGHTS))
+    finally:
+        if merge:
+            adapted.merge_and_unload()
+            forget_adapter(bare)
+            bare.mrp_head.requires_grad_(True)
+
+
+def _check_base(model, folder: Path, config: dict):
     if model.config.num_mrp_layers != config["num_mrp_layers"]:
         raise ValueError(
             f"the head in {folder} has {config['num_mrp_layers']} layers and the model's has "
@@ -62,10 +108,6 @@ def load_head(model, folder):
             f"the head in {folder} was trained on {config['base_model']} (revision {config['base_revision']}), "
             f"whose weights differ from those of {base_of(model)[0]}: load it onto the backbone it belongs to"
         )
-    tensor_index(folder / HEAD_WEIGHTS)
-    _check_tensors(folder / HEAD_WEIGHTS, model.mrp_head.state_dict())
-    model.mrp_head.load_state_dict(load_file(folder / HEAD_WEIGHTS))
-    return model
 
 
 def read_head_config(folder: Path) -> dict:

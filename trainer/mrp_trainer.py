@@ -16,6 +16,7 @@ from .decode_evaluation import decode_figures, prompts_of
 from .head_files import load_head, save_head
 from .head_metrics import HeadMetrics, measure_head
 from .linear_kl import linear_kl
+from .peft_head import without_peft
 
 MODEL_INPUTS = ("input_ids", "revealed_ids", "clean_ids", "segment_ids")
 NO_LOGITS = torch.empty(0, dtype=torch.long)
@@ -25,8 +26,8 @@ class MRPTrainer(Trainer):
     """Trains `model.mrp_head` so that h_A + h_C gives the logits the backbone has after the reveal.
 
     Args:
-        model: an `MRPForDiffusionLM` with a head. Its backbone is frozen and stays in eval mode; a backbone in half
-            precision keeps its dtype while the head is trained in float32.
+        model: an `MRPForDiffusionLM` with a head, or one under `lora_head`. Its backbone is frozen and stays in eval
+            mode; a backbone in half precision keeps its dtype while the head is trained in float32.
         args: `MRPTrainingArguments`.
         train_dataset, eval_dataset: rows of `prepare_dataset`, or raw text, chat or prompt-completion data together
             with `processing_class`, which are then prepared with `sequence_length` tokens a row.
@@ -291,7 +292,13 @@ def _check_model(model):
         raise ValueError("model must be an MRPForDiffusionLM with a head, got None")
     if model.config.num_mrp_layers == 0:
         raise ValueError("the model has no head to train: load it with from_backbone(..., num_mrp_layers=3)")
-    thawed = [name for name, p in model.named_parameters() if p.requires_grad and not name.startswith("mrp_head.")]
+    trained = [name for name, p in without_peft(model).named_parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(
+            "nothing of the model trains: load a head's adapter with is_trainable=True, and a backbone's with "
+            "apply_backbone_adapter"
+        )
+    thawed = [name for name in trained if not name.startswith("mrp_head.")]
     if thawed:
         raise ValueError(f"only the head trains, but {thawed[0]} requires a gradient: call model.freeze_backbone()")
 

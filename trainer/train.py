@@ -17,6 +17,7 @@ from .data import is_streamed, load_source, prepare_dataset
 from .head_files import load_head
 from .memory import advice, estimate_memory, free_memory
 from .mrp_trainer import MRPTrainer
+from .peft_head import apply_backbone_adapter, is_fresh, lora_head
 
 logger = logging.get_logger(__name__)
 
@@ -56,6 +57,8 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: MR
         evaluation = data_args.eval_data and load_rows(data_args.eval_data, data_args.eval_split, data_args, tokenizer)
     if is_streamed(train) and data_args.shuffle_buffer:
         train = train.shuffle(seed=args.noise_seed, buffer_size=data_args.shuffle_buffer)
+    if model_args.lora_rank is not None:
+        model = lora_head(model, model_args.lora_rank, alpha=model_args.lora_alpha, dropout=model_args.lora_dropout)
     return MRPTrainer(
         model,
         args,
@@ -79,6 +82,10 @@ def load_model(model_args: ModelArguments) -> MRPForDiffusionLM:
         dtype=model_args.backbone_dtype,
         attn_implementation=attention,
     )
+    if model_args.base_adapter is not None:
+        apply_backbone_adapter(model, model_args.base_adapter)
+        if model_args.head_init == "backbone_layers" and is_fresh(model):
+            model.copy_backbone_layers_to_head()
     if model_args.head is not None:
         load_head(model, model_args.head)
     return model

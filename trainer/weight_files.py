@@ -10,6 +10,8 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
+from .peft_head import merged_tensors
+
 logger = logging.get_logger(__name__)
 
 READ_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
@@ -99,10 +101,11 @@ def base_of(model, source=None, commit: str | None = None) -> tuple[str, str | N
 def backbone_hash(model) -> str:
     """Hash of the backbone's weight index: name and shape of every tensor with a sample of its values.
 
-    The values are taken as bfloat16, so that the hash does not depend on the dtype a backbone was loaded in.
+    The values are taken as bfloat16, so that the hash does not depend on the dtype a backbone was loaded in. A live
+    LoRA adapter counts as if it were merged.
     """
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in merged_tensors(model):
         if name.startswith("mrp_head.") or (name == "lm_head.weight" and model.config.tie_word_embeddings):
             continue
         flat = tensor.reshape(-1)
