@@ -158,12 +158,10 @@ def figures_text(rows: list[Row], seconds: dict[str, float]) -> str:
 
 def write_checkpoint(model: MRPForDiffusionLM, tokenizer, destination: Path) -> None:
     """Weights, config, generation defaults, tokenizer and remote code."""
-    model.generation_config.update(
-        mrp_mode="spec",
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        max_new_tokens=64,
-    )
+    generation = model.generation_config
+    generation.mrp_mode = "spec"
+    generation.max_new_tokens = 64
+    generation.eos_token_id, generation.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
 
