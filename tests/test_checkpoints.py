@@ -91,6 +91,17 @@ def test_generation_options_survive_saving_twice(tiny_model, tmp_path):
     )
 
 
+def test_generation_options_survive_where_there_was_no_generation_config(saved, tmp_path):
+    """transformers rebuilds a generation config that it made from the model's config, and drops what was set on it."""
+    (saved / "generation_config.json").unlink()
+    model = MRPForDiffusionLM.from_pretrained(saved)
+    model.generation_config.mrp_mode = "remask"
+    model.save_pretrained(tmp_path / "again")
+    loaded = MRPForDiffusionLM.from_pretrained(tmp_path / "again")
+    assert loaded.generation_config.mrp_mode == "remask"
+    assert loaded.generate(IDS[:, :2], max_new_tokens=2).shape == (1, 4)
+
+
 @pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
 def test_the_auto_classes_know_the_model(saved, auto_class):
     assert isinstance(AutoConfig.from_pretrained(saved), MRPConfig)
