@@ -387,6 +387,18 @@ def test_an_incomplete_folder_is_not_pushed(tmp_path):
         push(tmp_path, "org/mine")
 
 
+def test_a_head_folder_is_complete_only_with_readable_weights(tmp_path, tiny_model):
+    folder = save_head(tiny_model(), tmp_path / "head")
+    check_folder(folder)
+    weights = folder / "mrp_head.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="cut short"):
+        push(folder, "org/mine")
+    weights.unlink()
+    with pytest.raises(ValueError, match="missing mrp_head.safetensors"):
+        push(folder, "org/mine")
+
+
 # --- heads on their own
 
 

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from modeling_mrp import MRPForDiffusionLM
 
 from .cards import card_license, render_card
-from .head_files import HEAD_CONFIG, HEAD_WEIGHTS, load_head, read_head_config, save_head
+from .head_files import ADAPTER_WEIGHTS, HEAD_CONFIG, HEAD_WEIGHTS, load_head, read_head_config, save_head
 from .weight_files import base_of, fetch, tensor_index, weight_files, weights_dtype
 
 __all__ = ["Conversion", "check_folder", "convert", "load_head", "push", "render_card", "save_head"]
@@ -166,7 +166,10 @@ def check_folder(folder) -> None:
     """
     folder = Path(folder)
     if (folder / HEAD_CONFIG).exists():
-        tensor_index(folder / HEAD_WEIGHTS)
+        weights = [folder / name for name in (HEAD_WEIGHTS, ADAPTER_WEIGHTS) if (folder / name).exists()]
+        if not weights:
+            raise ValueError(f"{folder} is incomplete: missing {HEAD_WEIGHTS}")
+        tensor_index(weights[0])
         return
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} holds neither config.json nor {HEAD_CONFIG}: run `mrp convert` first")
