@@ -27,9 +27,10 @@ from .word_tokenizer import build_tokenizer
 
 SEED = 0
 BLOCK_SIZE = 8
-HEAD_STEPS = 800
+HEAD_STEPS = 600
 HEAD_ROWS = 32
-TEST_PROBLEMS = 500
+HEAD_NORM = 0.1  # from a norm of zero the layers get next to no gradient for hundreds of steps
+TEST_PROBLEMS = 200
 VALIDATION_PROBLEMS = 200
 RESIDUAL_THRESHOLDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 TOKENS_PER_FORWARD_WANTED = 2.5  # of remasking, when its threshold is chosen
@@ -69,6 +70,7 @@ def with_fresh_head(backbone: MRPForDiffusionLM, tokenizer) -> MRPForDiffusionLM
     torch.manual_seed(SEED)
     model = MRPForDiffusionLM(tiny_config(tokenizer, num_mrp_layers=1))
     model.load_state_dict(model.state_dict() | backbone.state_dict())
+    torch.nn.init.constant_(model.mrp_head.norm.weight, HEAD_NORM)
     return model.eval()
 
 
@@ -102,13 +104,14 @@ def train_head(model: MRPForDiffusionLM, tokenizer, scratch: Path) -> None:
         max_steps=HEAD_STEPS,
         per_device_train_batch_size=HEAD_ROWS,
         learning_rate=3e-3,
-        warmup_steps=40,
+        muon_learning_rate=0.02,
+        warmup_steps=10,
         unroll_steps=3,
         noise_per_block=True,
         seed=SEED,
         save_steps=100,
         save_total_limit=1,
-        logging_steps=50,
+        logging_steps=25,
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,

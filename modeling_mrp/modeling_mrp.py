@@ -133,8 +133,10 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
             nn.init.zeros_(module.weight)  # C = 0 at the start: corrected logits equal A
         elif module is self.mrp_head.eh_proj and not getattr(module.weight, "_is_hf_initialized", False):
             size = module.weight.shape[0]
+            # identity on both halves: were the embeddings left out, a head would take long to see what was revealed
             module.weight.zero_()
-            module.weight[:, size:].fill_diagonal_(1.0)  # identity on the hidden half
+            module.weight[:, :size].fill_diagonal_(1.0)
+            module.weight[:, size:].fill_diagonal_(1.0)
 
     def freeze_backbone(self, frozen: bool = True):
         """Freeze the backbone and `lm_head` (the state after construction), or let them train too."""

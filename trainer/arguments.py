@@ -105,6 +105,9 @@ class MRPTrainingArguments(TrainingArguments):
     logging_steps: float = option(10, "Steps between log lines.")
     remove_unused_columns: bool = field(default=False, metadata={"help": SUPPRESS})  # the collator needs its columns
 
+    muon_learning_rate: float | None = option(
+        None, "Train the head's matrices by Muon at this peak rate, the rest by AdamW; default: AdamW for all."
+    )
     unroll_steps: int = option(3, "K: reveals in a row, each followed by one step of the head.")
     reveal: str = option(
         "random",
@@ -127,6 +130,8 @@ class MRPTrainingArguments(TrainingArguments):
         if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == "cosine_with_min_lr":
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         super().__post_init__()
+        if self.muon_learning_rate is not None and not self.muon_learning_rate > 0:
+            raise ValueError(f"muon_learning_rate must be above 0, got {self.muon_learning_rate}")
         _at_least("unroll_steps", self.unroll_steps, 1)
         _at_least("decode_prompts", self.decode_prompts, 0)
         _at_least("decode_new_tokens", self.decode_new_tokens, 1)

@@ -16,6 +16,7 @@ from .decode_evaluation import decode_figures, prompts_of
 from .head_files import load_head, save_head
 from .head_metrics import HeadMetrics, measure_head
 from .linear_kl import linear_kl
+from .muon import MuonWithAdamW
 from .peft_head import without_peft
 
 MODEL_INPUTS = ("input_ids", "revealed_ids", "clean_ids", "segment_ids")
@@ -81,6 +82,14 @@ class MRPTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # the loss is already divided by that of the whole optimizer step
         self._metrics = self._no_metrics()
         self._measure_always = False
+
+    def create_optimizer(self, model=None):
+        if self.args.muon_learning_rate is not None and self.optimizer is None:
+            args = self.args
+            self.optimizer = MuonWithAdamW(
+                self.model, args.muon_learning_rate, args.learning_rate, weight_decay=args.weight_decay
+            )
+        return super().create_optimizer(model)
 
     # --- the loss
 
