@@ -1,0 +1,74 @@
+"""Configuration of a block-diffusion backbone (SDAR, a Qwen3 architecture) with a residual head."""
+
+from transformers import Qwen3Config
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_mrp.MRPConfig",
+    "AutoModel": "modeling_mrp.MRPForDiffusionLM",
+    "AutoModelForCausalLM": "modeling_mrp.MRPForDiffusionLM",
+}
+
+
+class MRPConfig(Qwen3Config):
+    """A `Qwen3Config` for the backbone, plus what block diffusion and the residual head need.
+
+    Args:
+        block_size: tokens per diffusion block (B); attention is full inside a block and to all earlier blocks.
+        mask_token_id: id of `[MASK]`. Required to build a model.
+        num_mrp_layers: decoder layers of the residual head; 0 means a backbone without a head.
+        calibrated_remask_threshold: |C| above which `remask_criterion="residual"` masks a token again, as found by
+            calibration on this checkpoint; None when it was never calibrated.
+        kwargs: all of `Qwen3Config`.
+
+    Raises:
+        ValueError: when a value is out of its range.
+    """
+
+    model_type = "sdar_mrp"
+
+    def __init__(
+        self,
+        block_size: int = 4,
+        mask_token_id: int | None = None,
+        num_mrp_layers: int = 3,
+        calibrated_remask_threshold: float | None = None,
+        **kwargs,
+    ):
+        if not isinstance(block_size, int) or block_size < 1:
+            raise ValueError(f"block_size must be an integer of at least 1, got {block_size!r}")
+        if not isinstance(num_mrp_layers, int) or num_mrp_layers < 0:
+            raise ValueError(f"num_mrp_layers must be an integer of at least 0 (0: no head), got {num_mrp_layers!r}")
+        self.block_size = block_size
+        self.mask_token_id = mask_token_id
+        self.num_mrp_layers = num_mrp_layers
+        self.calibrated_remask_threshold = calibrated_remask_threshold
+        rope = kwargs.get("rope_parameters")
+        if rope and "rope_theta" in rope:  # transformers 4 reads only the top-level name, 5 only the nested one
+            kwargs.setdefault("rope_theta", rope["rope_theta"])
+        kwargs.setdefault("auto_map", dict(AUTO_MAP))
+        super().__init__(**kwargs)
+        if mask_token_id is not None and not 0 <= mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id must be below vocab_size {self.vocab_size}, got {mask_token_id}")
+        if set(self.layer_types) != {"full_attention"}:
+            raise ValueError(
+                "use_sliding_window (layer_types other than 'full_attention') is not supported: "
+                "a block attends to all earlier blocks"
+            )
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As in transformers, except that the config of another architecture is refused.
+
+        Raises:
+            ValueError: for a `model_type` other than ours.
+        """
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            raise ValueError(
+                f"model_type {model_type!r}, expected {cls.model_type!r}: SDAR checkpoints are read by "
+                "MRPForDiffusionLM.from_backbone and `mrp convert`"
+            )
+        return super().from_dict(config_dict, **kwargs)
+
+
+MRPConfig.register_for_auto_class()
