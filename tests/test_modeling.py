@@ -307,7 +307,7 @@ def test_a_fresh_head_starts_at_no_correction_and_can_learn():
     output = model(noisy, revealed_ids=revealed)
     assert torch.equal(output.corrected_logits[:, 0], output.logits)
     projection = model.mrp_head.eh_proj.weight
-    assert torch.equal(projection, torch.cat([torch.zeros(16, 16), torch.eye(16)], dim=1))
+    assert torch.equal(projection, torch.cat([torch.eye(16), torch.eye(16)], dim=1))  # sees both halves
     (output.corrected_logits * torch.randn_like(output.corrected_logits)).sum().backward()
     assert model.mrp_head.norm.weight.grad.abs().max() > 0
     assert [name for name, p in model.named_parameters() if p.grad is not None and not name.startswith("mrp_")] == []

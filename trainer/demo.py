@@ -137,10 +137,10 @@ class DraftPrinter:
     On a terminal the states overwrite one another; elsewhere each gets a line.
     """
 
-    def __init__(self, tokenizer, file=sys.stdout):
+    def __init__(self, tokenizer, file=None):
         self.tokenizer = tokenizer
-        self.file = file
-        self.overwrites = file.isatty()
+        self.file = sys.stdout if file is None else file
+        self.overwrites = self.file.isatty()
         self.prompt_seen = False
         self.finished: list[int] = []
 
