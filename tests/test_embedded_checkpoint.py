@@ -111,3 +111,39 @@ def test_demo_answers_a_prompt_of_the_users(capsys):
 def test_demo_names_words_it_does_not_know():
     with pytest.raises(ValueError, match="zebras"):
         main(["--prompt", "Tom has 23 zebras, buys 14. How many?"])
+
+
+def test_a_head_of_zeros_changes_nothing(inputs):
+    """Corrected logits equal the backbone's, `spec` stays lossless and drafts as without a head."""
+    model = AutoModelForCausalLM.from_pretrained(FOLDER)
+    torch.nn.init.zeros_(model.mrp_head.norm.weight)
+    ids = inputs["input_ids"]
+    output = model(ids, attention_mask=inputs["attention_mask"], revealed_ids=ids[:, None])
+    assert torch.equal(output.corrected_logits[:, 0], output.logits)
+    expected, _ = new_tokens(model, inputs, mrp_mode=None)
+    head, with_head = new_tokens(model, inputs, mrp_mode="spec", mrp_steps=4)
+    _, without = new_tokens(model, inputs, mrp_mode="spec", mrp_steps=4, mrp_draft="self")
+    assert head.tolist() == expected.tolist()
+    assert with_head.stats.backbone_forwards.tolist() == without.stats.backbone_forwards.tolist()
+
+
+@pytest.mark.parametrize("mode", [None, "spec", "direct", "remask"])
+def test_every_forward_is_counted(model, inputs, mode):
+    calls = {"backbone": 0, "head": 0}
+
+    def count(name):
+        def hook(*_):
+            calls[name] += 1
+
+        return hook
+
+    hooks = [
+        model.model.register_forward_hook(count("backbone")),
+        model.mrp_head.register_forward_hook(count("head")),
+    ]
+    ids = inputs["input_ids"][0][inputs["attention_mask"][0].bool()][None]
+    _, output = new_tokens(model, {"input_ids": ids}, mrp_mode=mode, confidence_threshold=0.5)
+    for hook in hooks:
+        hook.remove()
+    assert output.stats.backbone_forwards.tolist() == [calls["backbone"]]
+    assert output.stats.head_forwards.tolist() == [calls["head"]]
