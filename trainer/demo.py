@@ -216,12 +216,14 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="mrp demo",
         description=__doc__.split(": ", 1)[1],
-        epilog='example: mrp demo --prompt "Tom has 23 apples, buys 14. How many?"',
+        epilog='example: mrp demo --prompt "Tom has 23 apples, buys 14, doubles them. How many?"',
     )
     made.add_argument("--model", default=DEFAULT_MODEL, help="embedded checkpoint or folder (default: %(default)s)")
     made.add_argument("--problems", type=int, default=200, help="held-out problems to decode (default: %(default)s)")
     made.add_argument("--batch-size", type=int, default=100, help="rows decoded together (default: %(default)s)")
-    made.add_argument("--prompt", help="answer this problem instead of measuring")
+    made.add_argument(
+        "--prompt", help="answer this problem (two to six steps, as it was trained) instead of measuring"
+    )
     made.add_argument("--json", action="store_true", help="print the rows as JSON")
     return made
 
