@@ -200,14 +200,16 @@ class Decoder:
         last = confirmed.sum(1) - 1  # the first candidate is certain
         state.accepted += torch.nn.functional.pad(confirmed & (depth > 0), (0, state.accepted.shape[1] - count))
         drafted = candidates.blocks[row, last]
-        state.write(drafted, state.running, by_head=self.options.mrp_draft == "head")
+        # masked in the first j candidates on the way: revealed at the step on the j-th
+        steps = state.steps[:, None] + (masked & (depth <= last[:, None])[..., None]).sum(1) - 1
+        state.write(drafted, state.running, steps, by_head=self.options.mrp_draft == "head")
         if self.sampler.with_scores:
             self._write_path_scores(candidates, following, read.scores, last)
         state.hidden = hidden[row, last]
         step = following[row, last]
         if self.options.mrp_mode == "remask":
             step = self.remask(drafted, reveal[row, last], read.confidence[row, last], step)
-        state.write(step, state.running)
+        state.write(step, state.running, steps)
         state.steps = state.steps + torch.where(state.running, last + 1, 0)
         state.opening = torch.zeros_like(state.opening)
 
@@ -247,7 +249,8 @@ class Decoder:
             reveal = self.rule(read.confidence, read.entropy, block == state.mask_token_id)
             if self.sampler.with_scores:
                 state.write_scores(read.scores, reveal & stepping[:, None])
-            state.write(torch.where(reveal, read.token, block), stepping, by_head=True)
+            after = torch.where(reveal, read.token, block)
+            state.write(after, stepping, state.steps[:, None].expand_as(block), by_head=True)
             state.steps = state.steps + stepping.long()
 
     # -- remask

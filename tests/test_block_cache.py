@@ -122,7 +122,7 @@ def check_candidates_and_head(model, decoder, rows, seed):
     live[0, 2] = False  # rows draft chains of different length
     hidden = decoder.forward_candidates(Candidates(blocks, live))
     states = random_blocks(model, (len(rows), 2, 4), seed + 100)
-    residual = decoder.head_residual(states, hidden[:, :1].expand(-1, 2, -1, -1), torch.ones(len(rows), 2).bool())
+    corrected = decoder.corrected_hidden(states, hidden[:, :1].expand(-1, 2, -1, -1), torch.ones(len(rows), 2).bool())
     for index, row in enumerate(rows):
         for candidate in range(3):
             if not live[index, candidate]:
@@ -132,9 +132,8 @@ def check_candidates_and_head(model, decoder, rows, seed):
         before = torch.tensor([row + blocks[index, 0].tolist()])
         for number in range(2):
             after = torch.tensor([[row + states[index, number].tolist()]])
-            output = model(before, revealed_ids=after)
-            expected = (output.corrected_hidden_states[0, 0] - output.last_hidden_state[0])[-4:]
-            torch.testing.assert_close(residual[index, number], expected, **CLOSE)
+            expected = model(before, revealed_ids=after).corrected_hidden_states[0, 0, -4:]
+            torch.testing.assert_close(corrected[index, number], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -148,7 +147,7 @@ def test_cached_backbone_and_head_equal_whole_rows(tiny_model, rows, implementat
             check_candidates_and_head(model, decoder, rows, seed=10 * round_number)
             check_candidates_and_head(model, decoder, rows, seed=10 * round_number + 1)  # over the same scratch
             block = torch.randint(4, 61, (4, 4), generator=torch.Generator().manual_seed(round_number))
-            decoder.state.write(block, torch.tensor(moving))
+            decoder.state.write(block, torch.tensor(moving), torch.zeros_like(block))
             decoder.state.advance()
             decoder.state.synchronise()
             for index, moves in enumerate(moving):

@@ -87,6 +87,18 @@ def test_sampling_equals_the_plain_loop(tiny_model, prompts):
         assert row == plain_decode(model, prompt, 13, temperature=0.8, seed=seed, eos=(1, 7))
 
 
+def test_reveal_steps_count_the_denoising_steps_of_each_block(tiny_model, prompts):
+    """One token a step: the new tokens of a block carry the numbers 0, 1, 2, ... once each; the prompt has none."""
+    inputs = batch(prompts)
+    _, output = generate(tiny_model(block_size=8), inputs, eos_token_id=None)
+    width = inputs["input_ids"].shape[1]
+    assert (output.reveal_steps[:, :width] == -1).all()
+    for prompt, steps in zip(prompts, output.reveal_steps[:, width:].tolist(), strict=True):
+        blocks = [[s for i, s in enumerate(steps) if (len(prompt) + i) // 8 == b] for b in range(6)]
+        for block in blocks[: (len(prompt) + 13) // 8]:  # a last block that is cut off may leave numbers out
+            assert sorted(block) == list(range(len(block)))
+
+
 # -- law 1: spec equals backbone-only
 
 
@@ -97,11 +109,12 @@ def test_spec_returns_the_tokens_of_backbone_only_decoding(tiny_model, prompts, 
     model = sharp_head(tiny_model(block_size=8, initializer_range=0.15))
     inputs = batch(prompts)
     options = options_of(rule) | sampling
-    expected, _ = generate(model, inputs, **options)
+    expected, plain = generate(model, inputs, **options)
     accepted = 0
     for steps in (1, 2, 3, 5, 8):
         new, output = generate(model, inputs, mrp_mode="spec", mrp_steps=steps, mrp_draft=draft, **options)
         assert new.tolist() == expected.tolist(), f"K = {steps}"
+        assert torch.equal(output.reveal_steps, plain.reveal_steps)
         accepted += output.stats.drafts_accepted.sum()
     assert accepted > 0
 

@@ -39,6 +39,7 @@ class BlockState:
 
         self.forwards = torch.zeros(3, rows, dtype=torch.long, device=device)  # backbone, head, prefill
         self.revealed_by_head = torch.zeros_like(self.tokens, dtype=torch.bool)
+        self.reveal_steps = torch.full_like(self.tokens, -1)  # denoising step, within the block, of each reveal
         self.proposed = torch.zeros(rows, depth, dtype=torch.long, device=device)
         self.accepted = torch.zeros(rows, depth, dtype=torch.long, device=device)
         self.synchronise()
@@ -62,14 +63,19 @@ class BlockState:
         """The current block's tokens, [R, B]."""
         return self.tokens.gather(1, self.positions)
 
-    def write(self, block: torch.Tensor, rows: torch.Tensor, by_head: torch.Tensor | bool = False):
-        """Put [R, B] into the current block of the given rows [R]; `by_head` marks whose reveals these are."""
+    def write(
+        self, block: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor, by_head: torch.Tensor | bool = False
+    ):
+        """Put [R, B] into the current block of the given rows [R].
+
+        `steps` [R, B] are the denoising steps, and `by_head` marks whose reveals, of what is new.
+        """
         positions = self.positions
         old = self.tokens.gather(1, positions)
         new = torch.where(rows[:, None], block, old)
-        marks = self.revealed_by_head.gather(1, positions)
         self.tokens.scatter_(1, positions, new)
-        self.revealed_by_head.scatter_(1, positions, torch.where(new != old, by_head, marks))
+        for record, value in ((self.revealed_by_head, by_head), (self.reveal_steps, steps)):
+            record.scatter_(1, positions, torch.where(new != old, value, record.gather(1, positions)))
 
     def write_scores(self, scores: torch.Tensor, where: torch.Tensor):
         """Keep the logits rows [R, B, V] of the positions [R, B] that were revealed from them."""

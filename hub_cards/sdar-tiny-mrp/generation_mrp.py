@@ -70,10 +70,13 @@ class MRPGenerateOutput(GenerateDecoderOnlyOutput):
     Attributes:
         sequences: [R, P + new], the prompts as given and the new tokens, padded behind a row's end.
         scores: per new token [R, V], the processed logits row at which it was revealed (`output_scores=True`).
+        reveal_steps: [R, P + new], the denoising step of its block, from 0, at which each token was revealed; -1 in
+            the prompt and where nothing was. Behind a row's end it tells what else of the last block was revealed.
         tokens_per_forward: [R], new tokens per forward of the backbone.
         stats: `GenerationStats`.
     """
 
+    reveal_steps: torch.Tensor | None = None
     tokens_per_forward: torch.Tensor | None = None
     stats: GenerationStats | None = None
 
@@ -228,6 +231,7 @@ class MRPGenerationMixin(GenerationMixin):
         return MRPGenerateOutput(
             sequences=sequences,
             scores=progress.scores,
+            reveal_steps=_reveal_steps(state, progress).to(input_ids.device),
             tokens_per_forward=progress.lengths / stats.backbone_forwards.clamp(min=1),
             stats=stats,
         )
@@ -255,6 +259,15 @@ def _split_processors(processors):
                 )
     first = next((at for at, name in enumerate(names) if name in TRUNCATION), len(names))
     return list(processors[:first]), list(processors[first:])
+
+
+def _reveal_steps(state: BlockState, progress: Progress) -> torch.Tensor:
+    """[R, P + new]: those of the new tokens, behind -1 for the prompt as it was given."""
+    new = progress.sequences.shape[1] - progress.prompt_columns
+    column = torch.arange(new, device=state.tokens.device)
+    at = state.prompt_lengths[:, None] + column
+    steps = state.reveal_steps.gather(1, at.clamp(max=state.width - 1)).masked_fill(at >= state.width, -1)
+    return torch.nn.functional.pad(steps, (progress.prompt_columns, 0), value=-1)
 
 
 def _stats(state: BlockState, progress: Progress) -> GenerationStats:
