@@ -36,13 +36,16 @@ class Checkpoint:
     has_head: bool
 
 
-def read_checkpoint(source, num_mrp_layers=None, block_size=None, mask_token_id=None, arguments=()) -> Checkpoint:
+def read_checkpoint(
+    source, num_mrp_layers=None, block_size=None, mask_token_id=None, arguments=(), mrp_residual=None
+) -> Checkpoint:
     """Read the config and the tensor names of an SDAR, a published SDAR-MRP or our own checkpoint.
 
     Args:
         source: a folder or a Hub id.
         num_mrp_layers, block_size, mask_token_id: override what the checkpoint says.
         arguments: mapping from which the arguments for the Hub are taken (revision, token, ...).
+        mrp_residual: of a fresh head, or of one whose checkpoint does not say (see `MRPConfig`).
 
     Raises:
         ValueError: for another architecture, or for options that contradict the checkpoint.
@@ -61,6 +64,7 @@ def read_checkpoint(source, num_mrp_layers=None, block_size=None, mask_token_id=
     has_head = prefix is not None and num_mrp_layers != 0
     _override(values, "block_size", block_size)
     _override(values, "mask_token_id", mask_token_id)
+    values["mrp_residual"] = _residual(source, values.get("mrp_residual") if has_head else None, mrp_residual)
     config = _config(source, values, num_mrp_layers, has_head)
     config._commit_hash = extract_commit_hash(path, None)  # the weights are then of the same commit
     renames = {}
@@ -109,6 +113,16 @@ def _config(source, values: dict, num_mrp_layers: int | None, has_head: bool) ->
     config = MRPConfig(**kept, num_mrp_layers=layers if has_head else fresh, auto_map=dict(AUTO_MAP))
     config.architectures = ["MRPForDiffusionLM"]
     return config
+
+
+def _residual(source, stated: bool | None, wanted: bool | None) -> bool:
+    """`mrp_residual` of the head that is loaded (`stated` by its own checkpoint) or made."""
+    if None not in (stated, wanted) and stated != wanted:
+        raise ValueError(
+            f"mrp_residual={wanted} contradicts {source}, whose head was trained with {stated}: "
+            "leave it out to keep that head, or drop it first (`mrp convert --num-mrp-layers 0`)"
+        )
+    return next((value for value in (stated, wanted) if value is not None), True)
 
 
 def _override(values: dict, name: str, value: int | None):

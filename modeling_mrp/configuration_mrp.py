@@ -16,6 +16,8 @@ class MRPConfig(Qwen3Config):
         block_size: tokens per diffusion block (B); attention is full inside a block and to all earlier blocks.
         mask_token_id: id of `[MASK]`. Required to build a model.
         num_mrp_layers: decoder layers of the residual head; 0 means a backbone without a head.
+        mrp_residual: whether the head gives h_C, the change that is added to h_A; with False what it gives is the
+            corrected hidden state itself, the full next distribution: an ablation.
         calibrated_remask_threshold: |C| above which `remask_criterion="residual"` masks a token again, as found by
             calibration on this checkpoint; None when it was never calibrated.
         kwargs: all of `Qwen3Config`.
@@ -31,6 +33,7 @@ class MRPConfig(Qwen3Config):
         block_size: int = 4,
         mask_token_id: int | None = None,
         num_mrp_layers: int = 3,
+        mrp_residual: bool = True,
         calibrated_remask_threshold: float | None = None,
         **kwargs,
     ):
@@ -38,9 +41,12 @@ class MRPConfig(Qwen3Config):
             raise ValueError(f"block_size must be an integer of at least 1, got {block_size!r}")
         if not isinstance(num_mrp_layers, int) or num_mrp_layers < 0:
             raise ValueError(f"num_mrp_layers must be an integer of at least 0 (0: no head), got {num_mrp_layers!r}")
+        if not isinstance(mrp_residual, bool):
+            raise ValueError(f"mrp_residual must be True or False, got {mrp_residual!r}")
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.num_mrp_layers = num_mrp_layers
+        self.mrp_residual = mrp_residual
         self.calibrated_remask_threshold = calibrated_remask_threshold
         rope = kwargs.get("rope_parameters")
         if rope and "rope_theta" in rope:  # transformers 4 reads only the top-level name, 5 only the nested one

@@ -80,7 +80,7 @@ class Decoder:
         logits = None
         for depth in range(1, self.options.candidates if state.running_rows > state.opening_rows else 1):
             if self.options.mrp_draft == "head" and (depth - 1) % self.options.mrp_drafts_per_head_step == 0:
-                hidden = hidden + self.head_residual(block[:, None], hidden[:, None], drafting[:, None])[:, 0]
+                hidden = self.corrected_hidden(block[:, None], hidden[:, None], drafting[:, None])[:, 0]
                 logits = None
             if logits is None:
                 logits = self.model.logits(hidden)
@@ -154,7 +154,7 @@ class Decoder:
         if self.options.uses_head:
             tokens = self._tokens(positions, torch.full_like(ids, CLEAN), real)
             keys = self.cache.place(tokens)
-            self.model.head_hidden_states(
+            self.model.corrected_hidden_states(
                 ids.flatten(1), hidden.flatten(1, 2), positions.flatten(1), tokens, keys, self.cache
             )
             state.forwards[HEAD] += real.any(-1).any(-1)
@@ -162,8 +162,8 @@ class Decoder:
         self.cache.commit(committed * state.block_size, state.next_longest)
         state.pending = state.pending - committed
 
-    def head_residual(self, blocks, hidden, real) -> torch.Tensor:
-        """h_C, [R, G, B, H], for states [R, G, B] of the current block after hidden states [R, G, B, H].
+    def corrected_hidden(self, blocks, hidden, real) -> torch.Tensor:
+        """acc_k, [R, G, B, H], of states [R, G, B] of the current block after hidden states [R, G, B, H].
 
         The states do not see one another; `real` [R, G] marks those that count.
         """
@@ -171,11 +171,11 @@ class Decoder:
         positions = state.positions[:, None].expand_as(blocks)
         stream = torch.arange(1, blocks.shape[1] + 1, device=blocks.device)[None, :, None].expand_as(blocks)
         tokens = self._tokens(positions, stream, real[..., None].expand_as(blocks))
-        residual = self.model.head_hidden_states(
+        corrected = self.model.corrected_hidden_states(
             blocks.flatten(1), hidden.flatten(1, 2), positions.flatten(1), tokens, self.cache.place(tokens), self.cache
         )
         state.forwards[HEAD] += real.any(1)
-        return residual.unflatten(1, blocks.shape[1:])
+        return corrected.unflatten(1, blocks.shape[1:])
 
     def _tokens(self, positions, stream, real) -> Tokens:
         """Mask fields, flattened to [R, G * B], of groups that all take the clean prefix as context."""
@@ -244,7 +244,7 @@ class Decoder:
             stepping = state.running & ~state.settled(block)
             if not stepping.any():
                 return
-            hidden = hidden + self.head_residual(block[:, None], hidden[:, None], stepping[:, None])[:, 0]
+            hidden = self.corrected_hidden(block[:, None], hidden[:, None], stepping[:, None])[:, 0]
             read = self.sampler.read(self.model.logits(hidden), state.positions, state.steps, self.context)
             reveal = self.rule(read.confidence, read.entropy, block == state.mask_token_id)
             if self.sampler.with_scores:
@@ -271,8 +271,7 @@ class Decoder:
         if options.remask_criterion == "residual":
             keep = self._residual_size(before, after, doubted.any(1)) <= options.keep_threshold
         elif options.remask_criterion == "confidence":
-            residual = self.head_residual(after[:, None], state.hidden[:, None], doubted.any(1)[:, None])[:, 0]
-            corrected = state.hidden + residual
+            corrected = self.corrected_hidden(after[:, None], state.hidden[:, None], doubted.any(1)[:, None])[:, 0]
             keep = (
                 self.sampler.confidence_of(self.model.logits(corrected), after, self.context) >= options.keep_threshold
             )
@@ -281,8 +280,9 @@ class Decoder:
         return torch.where(doubted & ~keep, state.mask_token_id, after)
 
     def _residual_size(self, before, after, rows):
-        """|C| of the proposed tokens on the state before they are revealed, [R, B]."""
-        residual = self.head_residual(before[:, None], self.state.hidden[:, None], rows[:, None])[:, 0]
+        """|C|, corrected less backbone logit, of the proposed tokens on the state before they are revealed, [R, B]."""
+        hidden = self.state.hidden
+        residual = self.corrected_hidden(before[:, None], hidden[:, None], rows[:, None])[:, 0] - hidden
         return self.model.logits(residual).float().gather(-1, after[..., None])[..., 0].abs()
 
     def _leave_one_out(self, after, doubted) -> torch.Tensor:
@@ -296,7 +296,7 @@ class Decoder:
         hides = torch.arange(size, device=after.device) == where[..., None]  # [R, G, B]
         blocks = torch.where(hides, state.mask_token_id, after[:, None])
         hidden = state.hidden[:, None].expand(-1, count, -1, -1)
-        corrected = (hidden + self.head_residual(blocks, hidden, real))[hides].view(*where.shape, -1)  # [R, G, H]
+        corrected = self.corrected_hidden(blocks, hidden, real)[hides].view(*where.shape, -1)  # [R, G, H]
         confidence = self.sampler.confidence_of(self.model.logits(corrected), after.gather(1, where), self.context)
         return torch.zeros(after.shape, device=after.device).scatter(1, where, confidence)
 

@@ -40,7 +40,8 @@ class MRPModelOutput(ModelOutput):
         logits: [R, L, V], A = W h_A; no shift: position i predicts token i.
         last_hidden_state: [R, L, H], h_A, after the backbone's last norm.
         corrected_logits: [R, K, L, V], W acc_k, the estimate of the backbone's logits on `revealed_ids[:, k]`.
-        corrected_hidden_states: [R, K, L, H], acc_k = h_A + the sum of the first k + 1 residuals.
+        corrected_hidden_states: [R, K, L, H], acc_k = h_A + the sum of the first k + 1 residuals; what the head gave
+            at step k + 1 where `config.mrp_residual` is False.
         revealed_hidden_states: [R, K, L, H], the backbone's own hidden states on `revealed_ids` (`teacher=True`).
     """
 
@@ -53,6 +54,8 @@ class MRPModelOutput(ModelOutput):
 
 class ResidualHead(nn.Module):
     """Predicts h_C, the change of the backbone's hidden states once tokens were revealed.
+
+    With `config.mrp_residual` False the same layers predict the hidden states themselves.
 
     x = eh_proj([enorm(embeddings); hnorm(hidden)]), decoder layers of the backbone's own kind, norm.
     """
@@ -130,13 +133,19 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
             return
         # by leaf: for code outside transformers, modules without parameters of their own never come by here
         if module is self.mrp_head.norm:
-            nn.init.zeros_(module.weight)  # C = 0 at the start: corrected logits equal A
+            # C = 0 at the start: corrected logits equal A; a full distribution starts as one, not as a flat one
+            nn.init.constant_(module.weight, self.initial_head_norm)
         elif module is self.mrp_head.eh_proj and not getattr(module.weight, "_is_hf_initialized", False):
             size = module.weight.shape[0]
             # identity on both halves: were the embeddings left out, a head would take long to see what was revealed
             module.weight.zero_()
             module.weight[:, :size].fill_diagonal_(1.0)
             module.weight[:, size:].fill_diagonal_(1.0)
+
+    @property
+    def initial_head_norm(self) -> float:
+        """What the weight of a new head's last norm is filled with."""
+        return 0.0 if self.config.mrp_residual else 1.0
 
     def freeze_backbone(self, frozen: bool = True):
         """Freeze the backbone and `lm_head` (the state after construction), or let them train too."""
@@ -235,8 +244,8 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
                 **{CACHE_ARGUMENT: cache},
             ).last_hidden_state
 
-    def head_hidden_states(self, ids, hidden, positions, tokens: Tokens, keys: Tokens | None = None, cache=None):
-        """h_C of the head, [R, Q, H], on the state `ids` [R, Q] and the hidden states before the reveal [R, Q, H]."""
+    def corrected_hidden_states(self, ids, hidden, positions, tokens: Tokens, keys: Tokens | None = None, cache=None):
+        """acc_k, [R, Q, H], on the state `ids` [R, Q] and h_A or acc_{k-1}, `hidden` [R, Q, H]: one head step."""
         mask = self._mask(tokens, tokens if keys is None else keys)
         return self._run_head(ids, hidden, positions, mask, cache)
 
@@ -249,7 +258,8 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
 
     def _run_head(self, ids, hidden, positions, mask, cache=None):
         embeddings = self.model.embed_tokens(ids)
-        return self.mrp_head(embeddings, hidden, mask, self.model.rotary_emb(embeddings, positions), cache)
+        output = self.mrp_head(embeddings, hidden, mask, self.model.rotary_emb(embeddings, positions), cache)
+        return hidden + output if self.config.mrp_residual else output
 
     def _unroll_head(self, states, hidden, clean, positions, tokens: Tokens):
         """acc_1..acc_K, [R, K, L, H]: every step reads the state x_k and acc_{k-1}; the clean stream never changes."""
@@ -258,12 +268,11 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
         accumulated = []
         for state in states:
             if clean is None:
-                residual = self._run_head(state, hidden, positions, mask)
+                hidden = self._run_head(state, hidden, positions, mask)
             else:
                 both = torch.cat([hidden, clean[1].to(hidden.dtype)], dim=1)
                 ids = torch.cat([state, clean[0]], dim=1)
-                residual = self._run_head(ids, both, positions.repeat(1, 2), mask)[:, :length]
-            hidden = hidden + residual
+                hidden = self._run_head(ids, both, positions.repeat(1, 2), mask)[:, :length]
             accumulated.append(hidden)
         return torch.stack(accumulated, dim=1)
 
@@ -334,6 +343,7 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
         head_init: str = "fresh",
         block_size: int | None = None,
         mask_token_id: int | None = None,
+        mrp_residual: bool | None = None,
         **kwargs,
     ):
         """Wrap an SDAR checkpoint; a published SDAR-MRP checkpoint or our own keeps the head it has.
@@ -344,8 +354,10 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
             source: a folder or a Hub id.
             num_mrp_layers: layers of a fresh head (default 3), 0 for none. A head that the source holds fixes it.
             head_init: "fresh" (random layers) or "backbone_layers" (copies of the backbone's last layers). Either
-                way the head's output is zero at the start.
+                way a residual head's output is zero at the start.
             block_size, mask_token_id: override the source's, with a warning.
+            mrp_residual: False for a head that gives the full next distribution, see `MRPConfig`; default: as the
+                source's head, or True. A published head does not say: pass False for one trained without residual.
             kwargs: of `from_pretrained` (dtype, revision, cache_dir, token, device_map, ...).
 
         Raises:
@@ -354,7 +366,7 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
         """
         if head_init not in ("fresh", "backbone_layers"):
             raise ValueError(f"head_init must be 'fresh' or 'backbone_layers', got {head_init!r}")
-        checkpoint = read_checkpoint(source, num_mrp_layers, block_size, mask_token_id, kwargs)
+        checkpoint = read_checkpoint(source, num_mrp_layers, block_size, mask_token_id, kwargs, mrp_residual)
         if head_init == "backbone_layers" and checkpoint.config.num_mrp_layers > checkpoint.config.num_hidden_layers:
             raise ValueError(
                 f"num_mrp_layers={checkpoint.config.num_mrp_layers} copies more layers than the backbone has "

@@ -104,7 +104,9 @@ class StepParts:
         """One head step on one state of the block."""
         tokens, positions = self._place(1)
         keys = self.cache.place(tokens)
-        return self.model.head_hidden_states(self.ids[:, 0], self.hidden[:, 0], positions, tokens, keys, self.cache)
+        return self.model.corrected_hidden_states(
+            self.ids[:, 0], self.hidden[:, 0], positions, tokens, keys, self.cache
+        )
 
     @torch.no_grad()
     def logits(self, candidates: int):

@@ -37,7 +37,7 @@ def render_card(model, *, name: str, repository: str | None = None, license: str
         repository=repository or name,
         front_matter="\n".join(front_matter),
         summary="A block diffusion language model"
-        + (" with a residual head that predicts how its logits change as tokens are revealed." if layers else "."),
+        + (f" with a {_kind_of_head(config)} as tokens are revealed." if layers else "."),
         backbone=base_model + (f", revision {base_revision}" if base_revision else ""),
         layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -49,6 +49,12 @@ def render_card(model, *, name: str, repository: str | None = None, license: str
         figures=f"\n{figures.strip()}\n" if figures.strip() else "",
     )
     return re.sub(r"\n{3,}", "\n\n", text.replace("text-generation\n\ntags", "text-generation\ntags")).rstrip() + "\n"
+
+
+def _kind_of_head(config) -> str:
+    if config.mrp_residual:
+        return "residual head that predicts how its logits change"
+    return "head that predicts its next logits in full (an ablation of the residual head)"
 
 
 def card_license(folder) -> str | None:

@@ -11,8 +11,14 @@ COMMANDS = {  # name: (module, function that takes the arguments, summary)
     "demo": (".demo", "main", "decode held-out problems with the embedded checkpoint, in every mode"),
     "convert": (".cli", "convert", "make a self-contained folder of an SDAR or SDAR-MRP checkpoint"),
     "train": (".train", "main", "train a head as a YAML says"),
+    "trajectories": (
+        ".trajectories",
+        "main",
+        "decode training prompts: data for a head on states that decoding visits",
+    ),
     "generate": (".generate_command", "main", "decode prompts with a checkpoint"),
     "eval": (".eval_command", "main", "accuracy against tokens per forward, over a grid of modes"),
+    "claims": (".claims_command", "main", "the paper's claims on a checkpoint, each with a figure and a verdict"),
     "verify": (".verify", "main", "check that speculative decoding is lossless, on your own prompts"),
     "bench": (".cli", "bench", "measure time and memory"),
     "push": (".cli", "push", "upload a folder to the Hub in one commit"),
@@ -111,6 +117,13 @@ def convert(argv: list[str]):
         choices=("fresh", "backbone_layers"),
         default="fresh",
         help="how a fresh head's layers start (default: fresh)",
+    )
+    parser.add_argument(
+        "--full-head",
+        dest="mrp_residual",
+        action="store_const",
+        const=False,
+        help="the head gives the full next distribution, no residual: say so for a published head of this kind",
     )
     parser.add_argument("--block-size", type=int, help="override the source's block size")
     parser.add_argument("--mask-token-id", type=int, help="override the source's mask token")

@@ -61,8 +61,9 @@ def load(arguments):
     from .weight_files import fetch
 
     folder = fetch(arguments.model, arguments.revision)[0]
-    layers = None if arguments.head is None else read_head_config(fetch(arguments.head)[0])["num_mrp_layers"]
-    model = MRPForDiffusionLM.from_backbone(folder, num_mrp_layers=layers, dtype=arguments.dtype)
+    head = {} if arguments.head is None else read_head_config(fetch(arguments.head)[0])
+    options = {name: head.get(name) for name in ("num_mrp_layers", "mrp_residual")}
+    model = MRPForDiffusionLM.from_backbone(folder, **options, dtype=arguments.dtype)
     if arguments.head is not None:
         load_head(model, arguments.head)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -36,6 +36,7 @@ def save_head(model, folder) -> Path:
         "base_revision": base_revision,
         "base_hash": backbone_hash(bare),
         "num_mrp_layers": bare.config.num_mrp_layers,
+        "mrp_residual": bare.config.mrp_residual,
         "block_size": bare.config.block_size,
     }
     if isinstance(model, PeftModel):
@@ -103,6 +104,11 @@ def _check_base(model, folder: Path, config: dict):
             f"the head in {folder} has {config['num_mrp_layers']} layers and the model's has "
             f"{model.config.num_mrp_layers}: build the model with num_mrp_layers={config['num_mrp_layers']}"
         )
+    if model.config.mrp_residual != config["mrp_residual"]:
+        raise ValueError(
+            f"the head in {folder} was trained with mrp_residual={config['mrp_residual']} and the model has "
+            f"{model.config.mrp_residual}: build the model with mrp_residual={config['mrp_residual']}"
+        )
     if backbone_hash(model) != config["base_hash"]:
         raise ValueError(
             f"the head in {folder} was trained on {config['base_model']} (revision {config['base_revision']}), "
@@ -111,10 +117,11 @@ def _check_base(model, folder: Path, config: dict):
 
 
 def read_head_config(folder: Path) -> dict:
+    """What `save_head` noted of a head; one that does not say otherwise is residual."""
     path = Path(folder) / HEAD_CONFIG
     if not path.exists():
         raise ValueError(f"{folder} holds no head: {HEAD_CONFIG} is missing")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return {"mrp_residual": True} | json.loads(path.read_text(encoding="utf-8"))
 
 
 def _check_tensors(path: Path, expected: dict[str, torch.Tensor]):

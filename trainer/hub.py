@@ -15,6 +15,7 @@ from modeling_mrp import MRPForDiffusionLM
 
 from .cards import card_license, render_card
 from .head_files import ADAPTER_WEIGHTS, HEAD_CONFIG, HEAD_WEIGHTS, load_head, read_head_config, save_head
+from .peft_head import is_fresh
 from .weight_files import base_of, fetch, tensor_index, weight_files, weights_dtype
 
 __all__ = ["Conversion", "check_folder", "convert", "load_head", "push", "render_card", "save_head"]
@@ -59,6 +60,7 @@ def convert(
     head_init: str = "fresh",
     block_size: int | None = None,
     mask_token_id: int | None = None,
+    mrp_residual: bool | None = None,
     revision: str | None = None,
     max_shard_size: str = "5GB",
     overwrite: bool = False,
@@ -73,7 +75,7 @@ def convert(
         destination: the folder to write.
         num_mrp_layers: layers of a fresh head (default 3), 0 for none.
         head: a folder or Hub id written by `save_head`, to be merged into the backbone.
-        head_init, block_size, mask_token_id: see `MRPForDiffusionLM.from_backbone`.
+        head_init, block_size, mask_token_id, mrp_residual: see `MRPForDiffusionLM.from_backbone`.
         revision: of the source on the Hub.
         max_shard_size: largest weight file, such as "5GB".
         overwrite: replace `destination` when it exists.
@@ -88,13 +90,15 @@ def convert(
     folder, commit = fetch(source, revision)
     if head is not None:
         head = fetch(head)[0]
-        num_mrp_layers = read_head_config(head)["num_mrp_layers"]
+        trained = read_head_config(head)
+        num_mrp_layers, mrp_residual = trained["num_mrp_layers"], trained["mrp_residual"]
     model = MRPForDiffusionLM.from_backbone(
         folder,
         num_mrp_layers=num_mrp_layers,
         head_init=head_init,
         block_size=block_size,
         mask_token_id=mask_token_id,
+        mrp_residual=mrp_residual,
         dtype=weights_dtype(folder),
     )
     if head is not None:
@@ -155,7 +159,7 @@ def _head_origin(model, folder, head) -> str:
         return "none"
     if head is not None:
         return "merged"
-    return "fresh" if bool((model.mrp_head.norm.weight == 0).all()) else "kept"
+    return "fresh" if is_fresh(model) else "kept"
 
 
 def check_folder(folder) -> None:

@@ -110,8 +110,8 @@ def without_peft(model) -> MRPForDiffusionLM:
 
 
 def is_fresh(model: MRPForDiffusionLM) -> bool:
-    """Whether the head answers zero, as a new one does."""
-    return not model.mrp_head.norm.weight.any()
+    """Whether the head's last norm is that of a new one, which no training leaves."""
+    return bool((model.mrp_head.norm.weight == model.initial_head_norm).all())
 
 
 def check_no_live_adapter(model: MRPForDiffusionLM):

@@ -78,6 +78,7 @@ def load_model(model_args: ModelArguments) -> MRPForDiffusionLM:
         head_init=model_args.head_init,
         block_size=model_args.block_size,
         mask_token_id=model_args.mask_token_id,
+        mrp_residual=model_args.mrp_residual,
         revision=model_args.base_revision,
         dtype=model_args.backbone_dtype,
         attn_implementation=attention,
