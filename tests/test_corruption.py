@@ -5,6 +5,7 @@ from safetensors.torch import load_file
 from trainer.corruption import (
     draw_noise,
     draw_reveals,
+    draw_visit,
     loss_normaliser,
     loss_weights,
     order_reveals,
@@ -131,3 +132,22 @@ def test_normaliser_counts_reveals_of_all_steps_so_far():
     normaliser = loss_normaliser(reveal_step, p_mask, answer, 2)
     assert normaliser.tolist() == [[4 - 2, 4 - 4]]
     assert loss_weights(reveal_step, p_mask, 2).tolist() == [[[0, 0, 0, 2, 2], [0, 0, 0, 0, 2]]]
+
+
+def test_a_visit_is_one_state_of_each_block_with_the_next_ones_behind_it():
+    visited = torch.tensor([-1, -1, 1, 0, 3, 1, 0, 2, 0, -1])  # two prompt tokens; the last is never revealed
+    answer, block = torch.arange(10) > 1, torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 2])
+    seen = set()
+    for sample in range(200):
+        reveal_step, p = draw_visit(answer, block, visited, 2, sample_rng(0, sample, 0))
+        masked = reveal_step > 0
+        assert not masked[:2].any() and (p[~masked] == 1).all()
+        assert masked[8:].all() and reveal_step[8:].tolist() == [1, 3]
+        for number, answers in ((0, 2), (1, 4)):
+            inside = masked & (block == number)
+            now = int(visited[inside].min())
+            assert torch.equal(inside, answer & (block == number) & (visited >= now))
+            assert torch.equal(reveal_step[inside], (visited[inside] - now + 1).clamp(max=3))
+            torch.testing.assert_close(p[inside], torch.full_like(p[inside], int(inside.sum()) / answers))
+            seen.add((number, now))
+    assert seen == {(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)}

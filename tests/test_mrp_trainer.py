@@ -333,3 +333,12 @@ def test_thawed_backbone_is_refused(make_trainer, tiny_model):
 def test_order_reveals_is_not_changed_by_equal_scores():
     reveal_step, block = torch.tensor([1, 2, 0, 2, 1, 0]), torch.tensor([0, 0, 0, 1, 1, 1])
     assert order_reveals(reveal_step, block, torch.zeros(6)).tolist() == [1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("options", [{"divergence": "total_variation"}, {"choice_weight": 1.0}])
+def test_other_objectives_lower_what_they_name(make_trainer, options):
+    data = rows(16)
+    trainer = make_trainer(train=data, evaluate=Dataset.from_list(data), max_steps=60, learning_rate=3e-3, **options)
+    first = trainer.evaluate()
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.8 * first["eval_loss"]

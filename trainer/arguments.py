@@ -10,6 +10,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from .data import LONG_SAMPLES
 from .linear_kl import BACKENDS
+from .objectives import DIVERGENCES
 
 REVEALS = ("random", "confident")
 HEAD_INITS = ("fresh", "backbone_layers")
@@ -122,6 +123,10 @@ class MRPTrainingArguments(TrainingArguments):
     reveal_counts: list[int] = option([1], "Tokens that a block reveals at a step; drawn when there are several.")
     noise_eps: float = option(1e-3, "Lower end of the masking probability.")
     noise_per_block: bool = option(False, "Draw one masking probability per block instead of one per sample.")
+    divergence: str = option("kl", f"Loss at each masked position, one of {', '.join(DIVERGENCES)}.")
+    choice_weight: float = option(
+        0.0, "Weight of a further term: reveal next the token, at the position, that the backbone will."
+    )
     kl_temperature: float = option(1.0, "Temperature of both distributions in the loss.")
     kl_chunk_rows: str = option("auto", "Rows whose logits exist at one time in the loss: auto or a number.")
     kl_backend: str = option("auto", f"Implementation of the loss, one of {', '.join(BACKENDS)}.")
@@ -135,12 +140,16 @@ class MRPTrainingArguments(TrainingArguments):
         if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == "cosine_with_min_lr":
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         super().__post_init__()
-        if self.muon_learning_rate is not None and not self.muon_learning_rate > 0:
-            raise ValueError(f"muon_learning_rate must be above 0, got {self.muon_learning_rate}")
+        _above_zero("muon_learning_rate", self.muon_learning_rate)
         _at_least("unroll_steps", self.unroll_steps, 1)
         _at_least("decode_prompts", self.decode_prompts, 0)
         _at_least("decode_new_tokens", self.decode_new_tokens, 1)
         _one_of("reveal", self.reveal, REVEALS)
+        _one_of("divergence", self.divergence, DIVERGENCES)
+        if not 0 <= self.choice_weight < float("inf"):
+            raise ValueError(f"choice_weight must be at least 0, got {self.choice_weight}")
+        if self.divergence != "kl" and self.kl_temperature != 1:
+            raise ValueError(f"kl_temperature={self.kl_temperature} needs divergence: kl, got {self.divergence}")
         _one_of("kl_backend", self.kl_backend, BACKENDS)
         if not self.reveal_counts:
             raise ValueError("reveal_counts must hold at least one number")
@@ -148,8 +157,7 @@ class MRPTrainingArguments(TrainingArguments):
             _at_least("reveal_counts", count, 1)
         if not 0 < self.noise_eps < 1:
             raise ValueError(f"noise_eps must lie between 0 and 1, got {self.noise_eps}")
-        if not self.kl_temperature > 0:
-            raise ValueError(f"kl_temperature must be above 0, got {self.kl_temperature}")
+        _above_zero("kl_temperature", self.kl_temperature)
         if self.kl_chunk_rows != "auto":
             if not str(self.kl_chunk_rows).isdigit():
                 raise ValueError(f"kl_chunk_rows must be auto or a whole number, got {self.kl_chunk_rows!r}")
@@ -239,6 +247,11 @@ def _unknown_option(name: str, where: str) -> ValueError:
 def _one_of(name: str, value, allowed: tuple):
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _above_zero(name: str, value):
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} must be above 0, got {value}")
 
 
 def _at_least(name: str, value, least: int):

@@ -64,6 +64,31 @@ def draw_reveals(
     return torch.where(masked, reveal_step, 0)
 
 
+def draw_visit(
+    answer: Tensor, block: Tensor, visited: Tensor, steps: int, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """Choose, for each block of one sample, one of the states that decoding visited; the next ones follow.
+
+    Args:
+        answer: bool [S]; block: int64 [S], the block of each token, counted from 0.
+        visited: int64 [S], the denoising step of its block at which each answer token was revealed, -1: never.
+
+    Returns:
+        reveal_step int64 [S], see the head of this file; p float32 [S], the share of its block's answer tokens that
+        is masked, so that every state of a block weighs alike.
+    """
+    blocks = int(block[-1]) + 1 if len(block) else 0
+    visited = torch.where(answer, visited, -1)
+    last = torch.full((blocks,), -1).scatter_reduce(0, block, visited, "amax")  # [blocks]
+    now = (torch.from_numpy(rng.random(blocks)) * (last + 1)).long()[block]
+    never = answer & (visited < 0)
+    masked = never | (answer & (visited >= now))
+    answers, hidden = (torch.zeros(blocks).index_add(0, block, which.float()) for which in (answer, masked))
+    p = torch.where(masked, (hidden / answers.clamp(min=1))[block], 1.0)
+    reveal_step = (visited - now + 1).clamp(max=steps + 1).masked_fill(never, steps + 1)
+    return torch.where(masked, reveal_step, 0), p
+
+
 def order_reveals(reveal_step: Tensor, block: Tensor, score: Tensor) -> Tensor:
     """Reveal as many tokens of each block at each step as ``reveal_step`` does, but the highest scores first.
 

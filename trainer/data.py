@@ -2,6 +2,8 @@
 
 A prepared row holds one or more whole samples one after another:
     input_ids [S], answer_mask [S] (1 = supervised), lengths [samples], sample_ids [samples] (keys of the noise)
+Rows of trajectories.py also hold
+    reveal_steps [S], when decoding revealed each token: their noise is a state that decoding visited
 """
 
 import hashlib
@@ -16,7 +18,15 @@ import torch
 from datasets import Dataset, Features, IterableDataset, Value, load_dataset, load_from_disk
 from transformers.utils import logging
 
-from .corruption import draw_noise, draw_reveals, loss_normaliser, loss_weights, revealed_states, sample_rng
+from .corruption import (
+    draw_noise,
+    draw_reveals,
+    draw_visit,
+    loss_normaliser,
+    loss_weights,
+    revealed_states,
+    sample_rng,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -73,7 +83,8 @@ def prepare_dataset(
     completion, of `text` everything. Samples with nothing to supervise are left out.
 
     Args:
-        dataset: a `Dataset` or `IterableDataset` with one of these formats; one that is prepared comes back as it is.
+        dataset: a `Dataset` or `IterableDataset` with one of these formats; one that is prepared comes back as it
+            is, also one of `mrp trajectories`.
         tokenizer: with a chat template where there are chats.
         packing: put several samples into one row; nothing is cut to make them fit.
         long_samples: "split" a sample longer than a row into several, or "drop" it.
@@ -361,7 +372,9 @@ class MRPCollator:
             for number, (size, sample) in enumerate(zip(row["lengths"], row["sample_ids"], strict=True)):
                 at = slice(start, start + size)
                 sample_block = torch.arange(size) // self.block_size
-                reveal_step[r, at], p_mask[r, at] = self._corrupt(answer[r, at], sample_block, int(sample))
+                visited = row.get("reveal_steps")
+                visited = None if visited is None else torch.as_tensor(visited[at])
+                reveal_step[r, at], p_mask[r, at] = self._corrupt(answer[r, at], sample_block, int(sample), visited)
                 segment[r, at] = number
                 block[r, at] = first_block + sample_block
                 start, first_block = start + size, first_block + int(sample_block[-1]) + 1
@@ -378,8 +391,10 @@ class MRPCollator:
             "p_mask": p_mask,
         }
 
-    def _corrupt(self, answer, block, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _corrupt(self, answer, block, sample: int, visited=None) -> tuple[torch.Tensor, torch.Tensor]:
         rng = sample_rng(self.seed, sample, int(self._epoch))
+        if visited is not None:
+            return draw_visit(answer, block, visited, self.steps, rng)
         masked, p = draw_noise(answer, block, rng, eps=self.noise_eps, per_block=self.noise_per_block)
         return draw_reveals(masked, block, self.steps, rng, counts=tuple(self.reveal_counts)), p
 

@@ -99,10 +99,10 @@ def measure_head(
             metrics.kl_corrected[k] += (weight[chunk] * _kl(b, c)).sum()
             for name, log_p in (("b", b), ("c", c)):
                 log_p[:, mask_token_id] = -torch.inf
-                picks[name].append(torch.stack(_surest(log_p)))
+                picks[name].append(torch.stack(surest(log_p)))
         (b_score, b_token), (c_score, c_token) = (torch.cat(picks[name], dim=1) for name in "bc")
         block = row * (block_ids.max() + 1) + block_ids[row, position]
-        first = _first_of_each(block, b_score), _first_of_each(block, c_score)
+        first = first_of_each(block, b_score), first_of_each(block, c_score)
         metrics.weight[k] = weight.sum()
         metrics.rows[k] = len(row)
         metrics.same_token[k] = (b_token == c_token).sum()
@@ -124,13 +124,13 @@ def _kl(b: Tensor, other: Tensor) -> Tensor:
     return (b.exp() * (b - other)).sum(-1).double()
 
 
-def _surest(log_p: Tensor) -> tuple[Tensor, Tensor]:
+def surest(log_p: Tensor) -> tuple[Tensor, Tensor]:
     """Confidence once the mask token is ruled out, and the token, each [rows] float64."""
     value, token = log_p.max(dim=-1)
     return (value - log_p.logsumexp(-1)).double(), token.double()
 
 
-def _first_of_each(block: Tensor, score: Tensor) -> Tensor:
+def first_of_each(block: Tensor, score: Tensor) -> Tensor:
     """Index of the highest score within each block, blocks in ascending order."""
     order = torch.argsort(score, descending=True, stable=True)
     order = order[torch.argsort(block[order], stable=True)]

@@ -12,11 +12,12 @@ from .arguments import MRPTrainingArguments
 from .console import HeadProgress
 from .corruption import loss_weights, order_reveals, revealed_states
 from .data import MRPCollator, prepare_dataset
-from .decode_evaluation import decode_figures, prompts_of
+from .decode_evaluation import acceptance_range, decode_figures, prompts_of
 from .head_files import load_head, save_head
 from .head_metrics import HeadMetrics, measure_head
 from .linear_kl import linear_kl
 from .muon import MuonWithAdamW
+from .objectives import chosen_position_loss, linear_log_prob, linear_total_variation, teacher_choice
 from .peft_head import without_peft
 
 MODEL_INPUTS = ("input_ids", "revealed_ids", "clean_ids", "segment_ids")
@@ -91,10 +92,23 @@ class MRPTrainer(Trainer):
             )
         return super().create_optimizer(model)
 
+    def train(self, *args, **kwargs):
+        """As in transformers; then the model's config notes what held-out prompts accept (`trained_acceptance`)."""
+        model = without_peft(self.accelerator.unwrap_model(self.model))
+        model.config.trained_acceptance = None
+        output = super().train(*args, **kwargs)
+        prompts = self._held_out_prompts()
+        if prompts:
+            model.eval()
+            drafts, new_tokens = self.args.unroll_steps + 1, self.args.decode_new_tokens
+            model.config.trained_acceptance = acceptance_range(model, prompts, drafts, new_tokens)
+            model.train()
+        return output
+
     # --- the loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Mean over the K steps of sum(KL * weight) / normaliser, on the positions still masked at each step.
+        """Mean over the K steps of sum(loss * weight) / normaliser, on the positions still masked at each step.
 
         Args:
             model: the model, wrapped or not.
@@ -112,15 +126,8 @@ class MRPTrainer(Trainer):
         normaliser = _floored(_normaliser_and_rows(inputs)) if num_items_in_batch is None else num_items_in_batch
         weight = inputs["loss_weight"] / normaliser.to(self.args.device)[:, None]  # [R, K, L]
         supervised = weight > 0
-        kl = linear_kl(
-            out.corrected_hidden_states[supervised],
-            out.revealed_hidden_states[supervised],
-            lm_head,
-            temperature=self.args.kl_temperature,
-            chunk_rows=self._chunk_rows(),
-            backend=self.args.kl_backend,
-        )
-        loss = (kl * weight[supervised]).sum() / weight.shape[1]
+        losses = self._losses(out, supervised, inputs)
+        loss = (losses * weight[supervised]).sum() / weight.shape[1]
         if self._wants_metrics():
             self._metrics += measure_head(
                 out.last_hidden_state,
@@ -134,6 +141,31 @@ class MRPTrainer(Trainer):
         if num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # ranks are averaged, and each holds its share of the sum
         return (loss, out) if return_outputs else loss
+
+    def _losses(self, out, supervised: Tensor, inputs: dict) -> Tensor:
+        """The objective at each supervised position, [N]; `supervised` [R, K, L]."""
+        args, lm_head = self.args, self._lm_head()
+        student, teacher = out.corrected_hidden_states[supervised], out.revealed_hidden_states[supervised]
+        if args.divergence == "total_variation":
+            losses = linear_total_variation(student, teacher, lm_head)
+        else:
+            losses = linear_kl(
+                student,
+                teacher,
+                lm_head,
+                temperature=args.kl_temperature,
+                chunk_rows=self._chunk_rows(),
+                backend=args.kl_backend,
+            )
+        if args.choice_weight:
+            mask_token_id = self.model.config.mask_token_id
+            row, step, position = supervised.nonzero(as_tuple=True)
+            block_ids = inputs["block_ids"]
+            block = (row * supervised.shape[1] + step) * (block_ids.max() + 1) + block_ids[row, position]
+            token, chosen = teacher_choice(teacher, lm_head, block, mask_token_id)
+            log_prob = linear_log_prob(student, lm_head, token, mask_token_id)
+            losses = losses + args.choice_weight * chosen_position_loss(log_prob, block, chosen)
+        return losses
 
     def _get_num_items_in_batch(self, batch_samples: list[dict], device) -> Tensor | None:
         """The normaliser [K] of one optimizer step: all its batches, all ranks."""
@@ -216,11 +248,15 @@ class MRPTrainer(Trainer):
     def _decode_some(self) -> dict[str, float]:
         """Decode some held-out prompts with the head as it is, K head steps deep."""
         args, model = self.args, self.accelerator.unwrap_model(self.model)
+        prompts = self._held_out_prompts()
+        return decode_figures(model, prompts, args.unroll_steps + 1, args.decode_new_tokens) if prompts else {}
+
+    def _held_out_prompts(self) -> list[list[int]]:
         rows = self.eval_dataset
         if isinstance(rows, dict):
             rows = next(iter(rows.values()))
-        prompts = [] if rows is None else prompts_of(rows, args.decode_prompts, model.config.block_size)
-        return decode_figures(model, prompts, args.unroll_steps + 1, args.decode_new_tokens) if prompts else {}
+        block_size = self.model.config.block_size
+        return [] if rows is None else prompts_of(rows, self.args.decode_prompts, block_size)
 
     def get_eval_dataloader(self, eval_dataset=None):
         """Evaluations see the same noise every time."""

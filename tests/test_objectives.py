@@ -1,0 +1,94 @@
+"""Objectives beside the KL: against float64 autograd, and what they are the least of."""
+
+import pytest
+import torch
+
+from trainer.objectives import (
+    chosen_position_loss,
+    linear_log_prob,
+    linear_total_variation,
+    teacher_choice,
+)
+
+V, H, N, MASK = 23, 8, 12, 5
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(N, H, generator=generator, dtype=torch.float64) for _ in range(2))
+    return student.requires_grad_(), teacher, torch.randn(V, H, generator=generator, dtype=torch.float64)
+
+
+def gradient_of(value, student, row_weight):
+    (gradient,) = torch.autograd.grad((value * row_weight).sum(), student)
+    return gradient
+
+
+@pytest.mark.parametrize("chunk", [1, 5 * V, 2**24])
+def test_total_variation_equals_plain_autograd(tensors, monkeypatch, chunk):
+    monkeypatch.setattr("trainer.objectives.CHUNK_ELEMENTS", chunk)
+    student, teacher, weight = tensors
+    row_weight = torch.linspace(-1, 2, N)
+    plain = (torch.softmax(student @ weight.T, -1) - torch.softmax(teacher @ weight.T, -1)).abs().sum(-1) / 2
+    expected = gradient_of(plain, student, row_weight)
+    ours = linear_total_variation(student, teacher, weight)
+    torch.testing.assert_close(ours.double(), plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient_of(ours, student, row_weight), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_total_variation_of_equal_rows_is_zero_without_a_gradient(tensors):
+    student, _, weight = tensors
+    value = linear_total_variation(student, student.detach(), weight)
+    assert not value.any() and not gradient_of(value, student, 1.0).any()
+
+
+@pytest.mark.parametrize("chunk", [1, 5 * V, 2**24])
+def test_log_prob_equals_plain_autograd_without_the_mask_token(tensors, monkeypatch, chunk):
+    monkeypatch.setattr("trainer.objectives.CHUNK_ELEMENTS", chunk)
+    student, _, weight = tensors
+    targets = torch.arange(N) + 6
+    logits = (student @ weight.T).index_fill(1, torch.tensor([MASK]), -torch.inf)
+    plain = torch.log_softmax(logits, -1)[torch.arange(N), targets]
+    row_weight = torch.linspace(-1, 2, N)
+    expected = gradient_of(plain, student, row_weight)
+    ours = linear_log_prob(student, weight, targets, MASK)
+    torch.testing.assert_close(ours.double(), plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient_of(ours, student, row_weight), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_no_rows_give_no_values():
+    empty = torch.zeros(0, H, requires_grad=True)
+    weight = torch.zeros(V, H)
+    assert linear_total_variation(empty, empty, weight).shape == (0,)
+    token, chosen = teacher_choice(empty, weight, torch.zeros(0, dtype=torch.long), MASK)
+    assert chosen_position_loss(linear_log_prob(empty, weight, token, MASK), token, chosen).sum() == 0
+
+
+def test_the_teachers_choice_is_the_surest_position_of_each_block(tensors):
+    _, teacher, weight = tensors
+    block = torch.tensor([7, 7, 7, 2, 2, 2, 2, 9, 9, 9, 9, 9])
+    logits = (teacher @ weight.T).index_fill(1, torch.tensor([MASK]), -torch.inf)
+    confidence, token = torch.softmax(logits, -1).max(-1)
+    ours, chosen = teacher_choice(teacher, weight, block, MASK)
+    assert torch.equal(ours, token) and chosen.sum() == 3
+    for number in (7, 2, 9):
+        inside = torch.where(block == number, confidence, -1)
+        assert chosen[inside.argmax()]
+
+
+def test_chosen_position_loss_is_cross_entropy_over_log_odds():
+    q = torch.tensor([0.9, 0.5, 0.2, 0.7, 0.99], dtype=torch.float64)
+    block, chosen = torch.tensor([3, 3, 3, 8, 8]), torch.tensor([False, True, False, False, True])
+    odds = q / (1 - q)
+    first = -(odds[1] / odds[:3].sum()).log() - q[1].log()
+    second = -(odds[4] / odds[3:].sum()).log() - q[4].log()
+    expected = torch.stack([0 * first, 3 * first, 0 * first, 0 * first, 2 * second])
+    torch.testing.assert_close(chosen_position_loss(q.log(), block, chosen), expected)
+
+
+def test_certain_positions_keep_a_finite_loss_and_gradient():
+    log_prob = torch.tensor([0.0, -1e-9, -200.0], requires_grad=True)
+    loss = chosen_position_loss(log_prob, torch.zeros(3, dtype=torch.long), torch.tensor([False, False, True]))
+    (gradient,) = torch.autograd.grad(loss.sum(), log_prob)
+    assert loss.isfinite().all() and gradient.isfinite().all()
