@@ -1,14 +1,15 @@
-"""Training of the embedded checkpoint's backbone: block-causal masked diffusion with noisy and clean streams.
+"""Training of an embedded checkpoint's backbone: block-causal masked diffusion with noisy and clean streams.
 
 A row is [noisy_1 | ... | noisy_S | clean]. The clean stream holds prompt and answer; a noisy one only the blocks with
 answer tokens, some of them masked. A noisy block sees itself and the *clean* blocks before it, the very view that it
 has in decoding. The logits at position i predict token i.
 """
 
+import math
 import random
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,15 +20,12 @@ from transformers import AttentionInterface
 
 from modeling_mrp.masks import CLEAN, Tokens, attention_mask, join, tokens_of_stream
 
-from .word_problems import CLOSINGS, ITEMS, MAX_VALUE, NAMES, Problem, problem
-
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the backbone's weights depend on, beside its config."""
+    """Everything that the backbone's weights depend on, beside its config and the samples."""
 
     seed: int = 0
-    statement_steps: int = 150  # of the steps, the first, on problems without operations: they teach to copy
     steps: int = 1700
     rows: int = 32
     streams: int = 2
@@ -48,10 +46,10 @@ class Batch:
     blocks: int
 
 
-def encode_problem(tokenizer, one: Problem, block_size: int) -> tuple[list[int], int]:
-    """Token ids of prompt and answer, filled with eos to the end of the last block, and the prompt's length."""
-    prompt = tokenizer(one.prompt)["input_ids"]
-    ids = prompt + tokenizer(one.answer)["input_ids"] + [tokenizer.eos_token_id]
+def encode_sample(tokenizer, sample, block_size: int) -> tuple[list[int], int]:
+    """Token ids of a sample's prompt and answer, filled with eos to the end of the block, and the prompt's length."""
+    prompt = tokenizer(sample.prompt)["input_ids"]
+    ids = prompt + tokenizer(sample.answer)["input_ids"] + [tokenizer.eos_token_id]
     return ids + [tokenizer.eos_token_id] * (-len(ids) % block_size), len(prompt)
 
 
@@ -77,7 +75,7 @@ def add_noise(clean, answer, block_size, streams, mask_id, generator) -> tuple[t
 
 
 def make_batch(rows: list[tuple[list[int], int]], tokenizer, block_size: int, streams: int, generator) -> Batch:
-    """Rows of `encode_problem`, right-padded; the noisy streams start at the first block that holds an answer."""
+    """Rows of `encode_sample`, right-padded; the noisy streams start at the first block that holds an answer."""
     length = max(len(ids) for ids, _ in rows)
     start = min(prompt for _, prompt in rows) // block_size * block_size
     clean = torch.tensor([ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids, _ in rows])
@@ -89,29 +87,13 @@ def make_batch(rows: list[tuple[list[int], int]], tokenizer, block_size: int, st
     return Batch(clean, noisy, weight, blocks)
 
 
-def statement(index: int, seed: int) -> Problem:
-    """A problem with nothing to work out: "Tom has 23 apples. How many?", "so Tom has 23 apples.".
-
-    Name and thing stand once in an answer. Among full problems their part of the loss is too small to be learned
-    from scratch (after 2000 steps every name was still equally likely); here it is nearly all of the loss.
-    """
-    rng = random.Random(f"statement {seed} {index}")
-    name, item, value = rng.choice(NAMES), rng.choice(ITEMS), rng.randint(2, MAX_VALUE)
-    closing = rng.choice(list(CLOSINGS)).format(name=name, value=value, item=item)
-    return Problem(f"{name} has {value} {item}. How many?", closing, name, item, ())
-
-
-def batches(tokenizer, recipe: Recipe, block_size: int) -> Iterator[Batch]:
-    """The batches of all steps, in order: a pure function of the recipe."""
-    statement_pools = -(-recipe.statement_steps // recipe.pool_batches)
+def batches(sample: Callable, tokenizer, recipe: Recipe, block_size: int) -> Iterator[Batch]:
+    """The batches of all steps, in order: a pure function of the recipe and of what `sample` makes of 0, 1, ..."""
     for pool in range(-(-recipe.steps // recipe.pool_batches)):
         size = recipe.rows * recipe.pool_batches
-        numbers = range(pool * size, (pool + 1) * size)
-        if pool < statement_pools:
-            drawn = [statement(number, recipe.seed) for number in numbers]
-        else:
-            drawn = [problem("train", number, recipe.seed) for number in numbers]
-        encoded = [encode_problem(tokenizer, one, block_size) for one in drawn]
+        encoded = [
+            encode_sample(tokenizer, sample(number), block_size) for number in range(pool * size, (pool + 1) * size)
+        ]
         encoded.sort(key=lambda row: (row[1] // block_size, len(row[0])))
         groups = [encoded[i : i + recipe.rows] for i in range(0, size, recipe.rows)]
         random.Random(f"{recipe.seed} {pool}").shuffle(groups)
@@ -139,6 +121,32 @@ def backbone_loss(model, batch: Batch) -> torch.Tensor:
     target = batch.clean[:, None, -length:].expand_as(batch.noisy).flatten(1)
     losses = F.cross_entropy(model.logits(hidden[masked]), target[masked], reduction="none")
     return (losses * weight[masked]).sum() / batch.blocks
+
+
+@torch.no_grad()
+def bits_per_token(model, tokenizer, rows: list[tuple[list[int], int]], streams: int = 16, seed: int = 0) -> float:
+    """Upper bound of the code length of the rows' answer tokens, end of text included, in bits per token.
+
+    The loss with m masked tokens, m uniform in 1..n, times n, is the expected length of a block's n answer tokens when
+    they are revealed one by one in random order.
+
+    Args:
+        rows: of `encode_sample`.
+        streams: draws of the noise per row.
+    """
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("tiny_backbone_streams")
+    generator, size = torch.Generator().manual_seed(seed), model.config.block_size
+    nats = tokens = 0.0
+    for row in rows:
+        prompt = row[1]
+        batch = make_batch([row], tokenizer, size, streams, generator)
+        answers = torch.full(batch.weight.shape[-1:], float(size))
+        answers[:size] -= prompt % size  # the first block begins with the prompt's tail
+        nats += backbone_loss(model, replace(batch, weight=batch.weight * answers, blocks=streams)).item()
+        tokens += len(row[0]) - prompt
+    model.set_attn_implementation(usual)
+    return nats / tokens / math.log(2)
 
 
 def stream_attention(module, query, key, value, attention_mask, scaling, **kwargs):
@@ -185,7 +193,9 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
     return min(1.0, (step + 1) / recipe.warmup_steps, 2 * (recipe.steps - step) / recipe.steps)
 
 
-def train_backbone(model, tokenizer, recipe: Recipe, state_file: Path, save_seconds: float = 120.0) -> None:
+def train_backbone(
+    model, tokenizer, sample: Callable, recipe: Recipe, state_file: Path, save_seconds: float = 120.0
+) -> None:
     """Train in place. A killed run goes on from `state_file`, with the same result as one that was not killed."""
     model.freeze_backbone(False).train()
     model.set_attn_implementation("tiny_backbone_streams")
@@ -193,7 +203,8 @@ def train_backbone(model, tokenizer, recipe: Recipe, state_file: Path, save_seco
     first, seconds = load_state(state_file, model, optimizing)
     began = saved = time.monotonic()
     running = None
-    for step, batch in enumerate(islice(batches(tokenizer, recipe, model.config.block_size), first, None), first):
+    drawn = batches(sample, tokenizer, recipe, model.config.block_size)
+    for step, batch in enumerate(islice(drawn, first, None), first):
         if step == recipe.steps:
             break
         for optimizer in optimizing:

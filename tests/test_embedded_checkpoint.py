@@ -6,10 +6,12 @@ from plain_loop import plain_decode
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hub_cards.remote_code import code_files, embedded_checkpoints
+from hub_cards.tiny_tasks import TASKS
 from hub_cards.word_problems import problems
-from trainer.demo import DEFAULT_MODEL, MODELS, main, mode_options, run_demo
+from trainer.demo import main, mode_options, run_demo, task_of
 
-FOLDER = MODELS / DEFAULT_MODEL
+TASK = TASKS["words"]
+FOLDER = TASK.folder
 RULES = {
     "low_confidence_static": {},
     "low_confidence_dynamic": {"confidence_threshold": 0.7},
@@ -87,12 +89,12 @@ def test_a_row_in_a_batch_equals_the_row_alone(model, inputs, mode):
 
 
 @pytest.mark.slow
-def test_the_demo_keeps_its_promises(model, tokenizer):
+def test_the_demo_keeps_its_promises(model):
     """Static is right on 85 % of held-out problems; spec-4 is identical at 1/1.9 of the forwards; leave-one-out wins
     back half of what dynamic 0.5 loses, at 2.5 tokens a forward or more."""
     options = mode_options(model.config.block_size)
     modes = {name: options[name] for name in ("static", "spec-4", "dynamic-0.5", "remask-leave_one_out")}
-    rows = {row.name: row for row in run_demo(model, tokenizer, list(problems("test", 200)), modes)}
+    rows = {row.name: row for row in run_demo(model, TASK, TASK.held_out("test", 200), modes)}
     assert rows["static"].accuracy >= 0.85
     assert rows["spec-4"].identical == 1.0
     assert rows["spec-4"].backbone_forwards * 1.9 <= rows["static"].backbone_forwards
@@ -106,6 +108,25 @@ def test_demo_answers_a_prompt_of_the_users(capsys):
     printed = capsys.readouterr().out
     assert "drafts" in printed and "·" in printed
     assert "37" in printed.splitlines()[-2]
+
+
+def test_demo_prints_its_table_without_accuracies_where_none_exist(capsys, monkeypatch):
+    monkeypatch.setattr(type(TASK), "right_when", None)
+    modes = {name: mode_options(8)[name] for name in ("static", "spec-2")}
+    monkeypatch.setattr("trainer.demo.mode_options", lambda block_size: modes)
+    main(["--samples", "2"])
+    printed = capsys.readouterr().out
+    assert "accuracy" not in printed and "spec-2" in printed and "100.0%" in printed
+
+
+@pytest.mark.parametrize("name", ["words", "sdar-tiny-mrp"])
+def test_demo_knows_a_checkpoint_by_either_name(name):
+    assert task_of(name) is TASK
+
+
+def test_demo_names_the_checkpoints_there_are():
+    with pytest.raises(ValueError, match="'verse'.*words .sdar-tiny-mrp."):
+        main(["--model", "verse"])
 
 
 def test_demo_names_words_it_does_not_know():

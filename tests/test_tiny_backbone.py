@@ -1,27 +1,42 @@
-"""Training of the embedded checkpoint: noise, streams, resuming, and the whole build in small."""
+"""Training of the embedded checkpoints: noise, streams, resuming, and the whole build in small."""
+
+import math
+from itertools import permutations
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from hub_cards import build_tiny, tiny_backbone
-from hub_cards.tiny_backbone import Recipe, add_noise, backbone_loss, batches, encode_problem, learning_rate_factor
-from hub_cards.word_problems import problem, score
-from hub_cards.word_tokenizer import build_tokenizer
-from trainer import demo
+from hub_cards.tiny_backbone import (
+    Recipe,
+    add_noise,
+    backbone_loss,
+    batches,
+    bits_per_token,
+    encode_sample,
+    learning_rate_factor,
+)
+from hub_cards.tiny_tasks import TASKS, PythonFunctions, WordProblems
+from hub_cards.word_problems import problem, score, statement
 
 BLOCK = 8
+TASK = TASKS["words"]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer()
+    return TASK.tokenizer
 
 
-def small_model(tokenizer):
+def problem_number(number):
+    return problem("train", number)
+
+
+def small_model():
     from modeling_mrp import MRPForDiffusionLM
 
-    config = build_tiny.tiny_config(tokenizer, num_mrp_layers=0)
+    config = build_tiny.tiny_config(TASK, num_mrp_layers=0)
     config.hidden_size, config.intermediate_size = 32, 32
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 16
     config.num_hidden_layers, config.layer_types = 2, ["full_attention"] * 2
@@ -31,7 +46,7 @@ def small_model(tokenizer):
 
 def test_a_row_is_prompt_answer_and_eos_to_the_end_of_the_block(tokenizer):
     one = problem("train", 0)
-    ids, prompt = encode_problem(tokenizer, one, BLOCK)
+    ids, prompt = encode_sample(tokenizer, one, BLOCK)
     assert tokenizer.decode(ids[:prompt]) == one.prompt
     assert tokenizer.decode(ids[prompt:], skip_special_tokens=True) == one.answer
     assert len(ids) % BLOCK == 0 and ids[-1] == tokenizer.eos_token_id
@@ -61,8 +76,8 @@ def test_the_masked_count_is_uniform():
 
 def test_loss_and_gradient_equal_the_models_own_dual_stream_forward(tokenizer):
     """The packed streams with their own attention against `forward(clean_ids=...)`, one stream after another."""
-    model = small_model(tokenizer).freeze_backbone(False)
-    batch = next(batches(tokenizer, Recipe(statement_steps=0, rows=6, pool_batches=1), BLOCK))
+    model = small_model().freeze_backbone(False)
+    batch = next(batches(problem_number, tokenizer, Recipe(rows=6, pool_batches=1), BLOCK))
     model.set_attn_implementation("tiny_backbone_streams")
     ours = backbone_loss(model, batch)
     ours.backward()
@@ -83,19 +98,18 @@ def test_loss_and_gradient_equal_the_models_own_dual_stream_forward(tokenizer):
 
 
 def test_batches_are_a_function_of_the_recipe(tokenizer):
-    recipe = Recipe(statement_steps=2, steps=4, rows=4, pool_batches=2)
-    once, again = (list(batches(tokenizer, recipe, BLOCK)) for _ in range(2))
+    recipe = Recipe(steps=4, rows=4, pool_batches=2)
+    once, again = (list(batches(TASK.backbone_sample, tokenizer, recipe, BLOCK)) for _ in range(2))
     assert len(once) == 4
     assert all(
         torch.equal(a.noisy, b.noisy) and torch.equal(a.clean, b.clean) for a, b in zip(once, again, strict=True)
     )
 
 
-def test_statements_come_first_and_answer_themselves(tokenizer):
-    first = next(batches(tokenizer, Recipe(statement_steps=8), BLOCK))
-    text = tokenizer.decode(first.clean[0], skip_special_tokens=True)
-    assert text.count("How many?") == 1 and "=" not in text
-    one = tiny_backbone.statement(5, seed=0)
+def test_statements_come_first_and_answer_themselves():
+    assert TASK.backbone_sample(TASK.statements - 1).steps == ()
+    assert TASK.backbone_sample(TASK.statements).steps
+    one = statement(5)
     assert one.name in one.answer and one.item in one.answer
     assert str(score_number(one.prompt)) in one.answer
 
@@ -112,9 +126,9 @@ def test_learning_rate_warms_up_and_falls_to_zero_over_the_last_half():
 
 
 def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(tokenizer, tmp_path, monkeypatch):
-    recipe = Recipe(statement_steps=2, steps=6, rows=4, pool_batches=2, warmup_steps=1)
-    whole = small_model(tokenizer)
-    tiny_backbone.train_backbone(whole, tokenizer, recipe, tmp_path / "whole.pt")
+    recipe = Recipe(steps=6, rows=4, pool_batches=2, warmup_steps=1)
+    whole = small_model()
+    tiny_backbone.train_backbone(whole, tokenizer, problem_number, recipe, tmp_path / "whole.pt")
 
     calls = []
 
@@ -126,33 +140,72 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(tokenizer, t
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(tiny_backbone, "backbone_loss", dying_loss)
-        tiny_backbone.train_backbone(small_model(tokenizer), tokenizer, recipe, tmp_path / "state.pt", save_seconds=0)
-    resumed = small_model(tokenizer)
+        tiny_backbone.train_backbone(
+            small_model(), tokenizer, problem_number, recipe, tmp_path / "state.pt", save_seconds=0
+        )
+    resumed = small_model()
     before = resumed.model.layers[0].mlp.up_proj.weight.clone()
-    tiny_backbone.train_backbone(resumed, tokenizer, recipe, tmp_path / "state.pt")
+    tiny_backbone.train_backbone(resumed, tokenizer, problem_number, recipe, tmp_path / "state.pt")
     assert not torch.equal(before, whole.model.layers[0].mlp.up_proj.weight)
     for (name, a), (_, b) in zip(whole.named_parameters(), resumed.named_parameters(), strict=True):
         assert torch.equal(a, b), name
 
 
+def test_bits_per_token_is_the_mean_over_all_orders_of_revealing(tokenizer):
+    """Against every order of a short block, decoded one token at a time by the model's own forward."""
+    model = small_model()
+    ids, prompt = encode_sample(tokenizer, TASK.backbone_sample(0), BLOCK)
+    ids, prompt = ids[:BLOCK], BLOCK - 3  # three answer tokens: six orders
+    total = 0.0
+    for order in permutations(range(prompt, BLOCK)):
+        state = torch.tensor([ids])
+        state[0, prompt:] = tokenizer.mask_token_id
+        for position in order:
+            log_p = torch.log_softmax(model(state).logits[0, position].double(), -1)
+            total -= log_p[ids[position]].item() / 6
+            state[0, position] = ids[position]
+    ours = bits_per_token(model, tokenizer, [(ids, prompt)], streams=6000)
+    assert ours == pytest.approx(total / 3 / math.log(2), rel=0.01)  # noise is drawn: a standard error of 0.3 %
+
+
+class Small:
+    """A few steps of everything, none of the samples' files."""
+
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    recipe = Recipe(steps=2, rows=2, pool_batches=1)
+    answer_tokens = 4
+
+
+class SmallWords(Small, WordProblems):
+    pass
+
+
+class SmallCode(Small, PythonFunctions):
+    answer_tokens = 24
+
+
 @pytest.mark.slow
-def test_the_whole_build_in_small(tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [SmallWords, SmallCode])
+def test_the_whole_build_in_small(tmp_path, monkeypatch, kind):
     from transformers import AutoModel, AutoTokenizer
 
-    small = Recipe(statement_steps=1, steps=2, rows=2, pool_batches=1)
-    monkeypatch.setattr(build_tiny, "Recipe", lambda seed: small)
-    for name, value in {"HEAD_STEPS": 2, "HEAD_ROWS": 2, "TEST_PROBLEMS": 2, "VALIDATION_PROBLEMS": 2}.items():
+    task = kind()
+    constants = {"HEAD_STEPS": 2, "HEAD_ROWS": 2, "TEST_SAMPLES": 2, "VALIDATION_SAMPLES": 2}
+    for name, value in constants.items():
         monkeypatch.setattr(build_tiny, name, value)
     monkeypatch.setattr(build_tiny, "RESIDUAL_THRESHOLDS", (0.5, 1.0))
-    monkeypatch.setattr(demo, "ANSWER_TOKENS", 4)
-    out = tmp_path / "sdar-tiny-mrp"
+    out = tmp_path / task.folder.name
     for _ in range(2):  # the second call finds everything done
-        build_tiny.build(tmp_path / "scratch", out)
+        build_tiny.build(task, tmp_path / "scratch", out)
     model, loaded = AutoModel.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert model.generation_config.mrp_mode == "spec" and model.config.calibrated_remask_threshold > 0
-    inputs = loaded(problem("test", 0).prompt, return_tensors="pt")
+    sample = task.held_out("test", 1)[0]
+    inputs = loaded(sample.prompt, return_tensors="pt")
+    assert inputs["input_ids"].tolist() == task.tokenizer(sample.prompt, return_tensors="pt")["input_ids"].tolist()
     text = loaded.decode(model.generate(**inputs, max_new_tokens=8)[0], skip_special_tokens=True)
-    assert not score(problem("test", 0), text).worked  # two steps teach nothing; it only has to run
+    if task.right_when:
+        assert not score(sample, text).worked  # two steps teach nothing; it only has to run
     card = (out / "README.md").read_text()
     assert "| spec-4 |" in card and "backbone" in card and str(tmp_path) not in card
+    assert ("accuracy" in card) == (task.right_when is not None) and ("bits per token" in card) == (kind is SmallCode)
     assert sum(f.stat().st_size for f in out.glob("*.safetensors")) < 12 * 2**20

@@ -1,4 +1,4 @@
-"""`mrp demo`: every decoding mode on held-out problems of an embedded checkpoint, in one table."""
+"""`mrp demo`: every decoding mode on held-out samples of an embedded checkpoint, in one table."""
 
 import argparse
 import json
@@ -6,18 +6,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-import hub_cards
-from hub_cards.word_problems import Problem, problems, score
+from hub_cards.tiny_tasks import TASKS
 from modeling_mrp import MRPForDiffusionLM
 
-MODELS = Path(hub_cards.__file__).parent
-DEFAULT_MODEL = "sdar-tiny-mrp"
-ANSWER_TOKENS = 48
+DEFAULT_MODEL = "words"
 SPEC = {"mrp_mode": "spec"}
 REMASK = {"mrp_mode": "remask", "confidence_threshold": 0.5}
 STATIC = {"mrp_mode": None}
@@ -54,7 +51,7 @@ class Row:
 
     Attributes:
         name: of the mode.
-        accuracy: share of answers that are right in every step, name, thing and number.
+        accuracy: share of answers that are right, by the task's own measure; None where it has none.
         tokens_per_forward: new tokens per forward of the backbone, all forwards counted.
         backbone_forwards: of all prompts together, a forward counted once for every row that takes part in it.
         wall_clock_ratio: time of backbone-only decoding (the row `static`) over this mode's; above 1 is faster.
@@ -62,7 +59,7 @@ class Row:
     """
 
     name: str
-    accuracy: float
+    accuracy: float | None
     tokens_per_forward: float
     backbone_forwards: int
     wall_clock_ratio: float
@@ -78,50 +75,60 @@ class _Decoded:
 
 def run_demo(
     model: MRPForDiffusionLM,
-    tokenizer,
-    tasks: Sequence[Problem],
+    task,
+    samples: Sequence,
     modes: dict[str, dict] | None = None,
     batch_size: int = 100,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Decode every problem in every mode, greedily and in batches.
+    """Decode every sample in every mode, greedily and in batches.
 
     Args:
+        task: one of `hub_cards.tiny_tasks.TASKS`; samples: of its `held_out`.
         modes: options of `generate` by name (default: all of `mode_options`); the first one is the reference of the
             time ratio and of `identical`.
         on_row: called with every row as soon as it is measured.
     """
     modes = mode_options(model.config.block_size) if modes is None else modes
-    prompts = [task.prompt for task in tasks]
-    decode_all(model, tokenizer, prompts[:batch_size], next(iter(modes.values())), batch_size)  # warms up
+    prompts = [sample.prompt for sample in samples]
+    decode = partial(decode_all, model, task.tokenizer, batch_size=batch_size, max_new_tokens=task.answer_tokens)
+    decode(prompts[:batch_size], options=next(iter(modes.values())))  # warms up
     rows, reference = [], None
     for name, options in modes.items():
-        decoded = decode_all(model, tokenizer, prompts, options, batch_size)
+        decoded = decode(prompts, options=options)
         reference = reference or decoded
-        texts = tokenizer.batch_decode(decoded.answers, skip_special_tokens=True)
-        right = sum(score(task, text).worked for task, text in zip(tasks, texts, strict=True))
         same = sum(ours == theirs for ours, theirs in zip(decoded.answers, reference.answers, strict=True))
         rows.append(
             Row(
                 name=name,
-                accuracy=right / len(tasks),
+                accuracy=task_accuracy(task, samples, decoded.answers),
                 tokens_per_forward=sum(map(len, decoded.answers)) / decoded.forwards,
                 backbone_forwards=decoded.forwards,
                 wall_clock_ratio=reference.seconds / decoded.seconds,
-                identical=same / len(tasks),
+                identical=same / len(samples),
             )
         )
         on_row(rows[-1])
     return rows
 
 
-def decode_all(model, tokenizer, prompts: list[str], options: dict, batch_size: int) -> _Decoded:
+def task_accuracy(task, samples: Sequence, answers: list[list[int]]) -> float | None:
+    """Share of right answers, given as token ids; None for a task that cannot tell."""
+    if task.right_when is None:
+        return None
+    texts = task.tokenizer.batch_decode(answers, skip_special_tokens=True)
+    return sum(task.right(sample, text) for sample, text in zip(samples, texts, strict=True)) / len(samples)
+
+
+def decode_all(
+    model, tokenizer, prompts: list[str], *, options: dict, batch_size: int, max_new_tokens: int
+) -> _Decoded:
     """New tokens of every prompt, end of text included and padding cut off."""
     result = _Decoded([], 0, 0.0)
     for start in range(0, len(prompts), batch_size):
         inputs = tokenizer(prompts[start : start + batch_size], return_tensors="pt", padding=True)
         began = time.perf_counter()
-        output = model.generate(**inputs, max_new_tokens=ANSWER_TOKENS, return_dict_in_generate=True, **options)
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, return_dict_in_generate=True, **options)
         result.seconds += time.perf_counter() - began
         stats = output.stats
         lengths = stats.tokens_by_backbone + stats.tokens_by_head
@@ -164,52 +171,62 @@ class DraftPrinter:
         self.file.flush()
 
 
-def stream_answer(model, tokenizer, prompt: str, options: dict):
+def stream_answer(model, task, prompt: str, options: dict):
     """Print one prompt and its answer as it comes into being.
 
     Raises:
         ValueError: for a word that the tokenizer does not know.
     """
+    tokenizer = task.tokenizer
     inputs = tokenizer(prompt, return_tensors="pt")
-    unknown = (inputs["input_ids"][0] == tokenizer.unk_token_id).nonzero()[:, 0].tolist()
+    unknown = (
+        (inputs["input_ids"][0] == tokenizer.unk_token_id).nonzero()[:, 0].tolist() if tokenizer.unk_token else []
+    )
     if unknown:
         words = [prompt[slice(*inputs.token_to_chars(at))] for at in unknown]
         raise ValueError(
             f"--prompt holds words that the model does not know: {', '.join(words)}. "
-            f"It knows problems like: {next(problems('test')).prompt}"
+            f"It knows problems like: {task.held_out('test', 1)[0].prompt}"
         )
-    print(f"problem {prompt}")
+    print(f"prompt  {prompt}")
     streamer = DraftPrinter(tokenizer)
     output = model.generate(
-        **inputs, max_new_tokens=ANSWER_TOKENS, streamer=streamer, return_dict_in_generate=True, **options
+        **inputs, max_new_tokens=task.answer_tokens, streamer=streamer, return_dict_in_generate=True, **options
     )
     forwards = int(output.stats.backbone_forwards)
     tokens = int(output.stats.tokens_by_backbone + output.stats.tokens_by_head)
     print(f"        {tokens} tokens in {forwards} forwards of the backbone")
 
 
-def table_head() -> str:
-    return f"{'mode':22}{'accuracy':>9}{'tokens/forward':>16}{'forwards':>10}{'time ratio':>12}{'identical':>11}"
+def table_head(scored: bool) -> str:
+    accuracy = f"{'accuracy':>9}" if scored else ""
+    return f"{'mode':22}{accuracy}{'tokens/forward':>16}{'forwards':>10}{'time ratio':>12}{'identical':>11}"
 
 
 def table_line(row: Row) -> str:
+    accuracy = "" if row.accuracy is None else f"{row.accuracy:9.3f}"
     return (
-        f"{row.name:22}{row.accuracy:9.3f}{row.tokens_per_forward:16.2f}{row.backbone_forwards:10d}"
+        f"{row.name:22}{accuracy}{row.tokens_per_forward:16.2f}{row.backbone_forwards:10d}"
         f"{row.wall_clock_ratio:11.2f}x{row.identical:11.1%}"
     )
 
 
-def load(name: str):
-    """(model, tokenizer) of an embedded checkpoint by name, or of a folder.
+def task_of(name: str):
+    """The task of an embedded checkpoint, by its own name or that of the checkpoint.
 
     Raises:
-        ValueError: when there is neither.
+        ValueError: when there is none.
     """
-    folder = next((path for path in (MODELS / name, Path(name)) if (path / "config.json").is_file()), None)
-    if folder is None:
-        known = ", ".join(sorted(path.parent.name for path in MODELS.glob("*/config.json")))
-        raise ValueError(f"--model {name!r} is neither an embedded checkpoint ({known}) nor a folder with one")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    found = next((task for key, task in TASKS.items() if name in (key, task.folder.name)), None)
+    if found is None:
+        known = ", ".join(f"{key} ({task.folder.name})" for key, task in TASKS.items())
+        raise ValueError(f"--model {name!r} is no embedded checkpoint: there are {known}")
+    return found
+
+
+def load(task) -> MRPForDiffusionLM:
+    """The embedded checkpoint of a task, in float32."""
+    return AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -218,11 +235,13 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__.split(": ", 1)[1],
         epilog='example: mrp demo --prompt "Tom has 23 apples, buys 14, doubles them. How many?"',
     )
-    made.add_argument("--model", default=DEFAULT_MODEL, help="embedded checkpoint or folder (default: %(default)s)")
-    made.add_argument("--problems", type=int, default=200, help="held-out problems to decode (default: %(default)s)")
+    made.add_argument("--model", default=DEFAULT_MODEL, help=f"one of {', '.join(TASKS)} (default: %(default)s)")
+    made.add_argument("--samples", type=int, default=200, help="held-out samples to decode (default: %(default)s)")
     made.add_argument("--batch-size", type=int, default=100, help="rows decoded together (default: %(default)s)")
     made.add_argument(
-        "--prompt", help="answer this problem (two to six steps, as it was trained) instead of measuring"
+        "--prompt",
+        help="answer this prompt, of the kind that the model was trained on, instead of measuring: a problem of two "
+        "to six steps, or a function's line of def",
     )
     made.add_argument("--json", action="store_true", help="print the rows as JSON")
     return made
@@ -230,28 +249,29 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    for name in ("problems", "batch_size"):
+    for name in ("samples", "batch_size"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
-    model, tokenizer = load(arguments.model)
+    task = task_of(arguments.model)
+    model = load(task)
     spec = SPEC | {"mrp_steps": 4}
     if arguments.prompt is not None:
-        stream_answer(model, tokenizer, arguments.prompt, spec)
+        stream_answer(model, task, arguments.prompt, spec)
         return 0
-    tasks = list(problems("test", arguments.problems))
+    samples = task.held_out("test", arguments.samples)
     if arguments.json:
-        rows = run_demo(model, tokenizer, tasks, batch_size=arguments.batch_size)
+        rows = run_demo(model, task, samples, batch_size=arguments.batch_size)
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
         return 0
-    print(f"{len(tasks)} held-out problems, greedy, batches of {arguments.batch_size}, {_machine()}")
-    print("accuracy: every step, name, thing and number right; forwards: of the backbone, all counted; "
-          "time ratio: static's time over the mode's\n")  # fmt: skip
-    print(table_head())
+    print(f"{len(samples)} held-out samples, greedy, batches of {arguments.batch_size}, {_machine()}")
+    right = f"accuracy: {task.right_when}; " if task.right_when else ""
+    print(f"{right}forwards: of the backbone, all counted; time ratio: static's time over the mode's\n")
+    print(table_head(task.right_when is not None))
     run_demo(
-        model, tokenizer, tasks, batch_size=arguments.batch_size, on_row=lambda row: print(table_line(row), flush=True)
+        model, task, samples, batch_size=arguments.batch_size, on_row=lambda row: print(table_line(row), flush=True)
     )
     print("\none answer, decoded with mrp_mode='spec', mrp_steps=4")
-    stream_answer(model, tokenizer, tasks[0].prompt, spec)
+    stream_answer(model, task, samples[0].prompt, spec)
     return 0
 
 
