@@ -21,6 +21,7 @@ from trainer import MRPTrainer, MRPTrainingArguments
 from trainer.cards import render_card
 from trainer.demo import REMASK, STATIC, Row, run_demo
 from trainer.head_files import load_head, save_head
+from trainer.trajectories import trajectories
 
 from .tiny_backbone import encode_sample, train_backbone
 from .tiny_tasks import TASKS
@@ -63,11 +64,17 @@ def build_backbone(task, scratch: Path) -> MRPForDiffusionLM:
     return model
 
 
-def with_fresh_head(backbone: MRPForDiffusionLM, task) -> MRPForDiffusionLM:
+def with_fresh_head(
+    backbone: MRPForDiffusionLM, task, num_mrp_layers: int = 1, residual: bool = True
+) -> MRPForDiffusionLM:
     torch.manual_seed(SEED)
-    model = MRPForDiffusionLM(tiny_config(task, num_mrp_layers=1))
-    model.load_state_dict(model.state_dict() | backbone.state_dict())
-    torch.nn.init.constant_(model.mrp_head.norm.weight, HEAD_NORM)
+    config = tiny_config(task, num_mrp_layers)
+    config.mrp_residual = residual
+    model = MRPForDiffusionLM(config)
+    frozen = {name: value for name, value in backbone.state_dict().items() if not name.startswith("mrp_head.")}
+    model.load_state_dict(model.state_dict() | frozen)
+    torch.nn.init.constant_(model.mrp_head.norm.weight, HEAD_NORM if residual else 1.0)
+    model.generation_config.eos_token_id = task.tokenizer.eos_token_id
     return model.eval()
 
 
@@ -88,6 +95,18 @@ def sample_rows(tokenizer, samples: Iterable) -> Dataset:
             for number, (ids, prompt) in enumerate(encoded)
         ]
     )
+
+
+def visited_rows(backbone, task, scratch: Path, count: int) -> Dataset:
+    """The backbone's own answers to the prompts of the head's samples, kept in the scratch folder."""
+    file = scratch / f"trajectories-{count}.parquet"
+    if not file.exists():
+        backbone.generation_config.eos_token_id = task.tokenizer.eos_token_id
+        prompts = task.tokenizer([task.head_sample(n).prompt for n in range(count)])["input_ids"]
+        rows = Dataset.from_list(list(trajectories(backbone, prompts, max_new_tokens=task.answer_tokens)))
+        rows.to_parquet(str(file.with_suffix(".new")))
+        file.with_suffix(".new").replace(file)
+    return Dataset.from_parquet(str(file))
 
 
 def train_head(model: MRPForDiffusionLM, task, scratch: Path) -> None:
@@ -212,7 +231,6 @@ def build(task, scratch: Path, destination: Path) -> None:
     backbone = steps.run("backbone", build_backbone, task, scratch)
     steps.seconds["backbone"] = torch.load(scratch / "backbone.pt", weights_only=True)["seconds"]
     model = with_fresh_head(backbone, task)
-    model.generation_config.eos_token_id = task.tokenizer.eos_token_id
     steps.run("head", train_head, model, task, scratch)
     model.config.calibrated_remask_threshold = steps.run("threshold", choose_residual_threshold, model, task)
     samples = task.held_out("test", TEST_SAMPLES)
