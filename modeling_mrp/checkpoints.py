@@ -25,6 +25,7 @@ DROPPED = (
     "fuse_cross_entropy",
     "use_cache",
 )
+OF_A_HEAD = ("calibrated_remask_threshold", "trained_acceptance")  # measured on it: they go when it goes
 
 
 @dataclass
@@ -109,7 +110,7 @@ def _config(source, values: dict, num_mrp_layers: int | None, has_head: bool) ->
             "leave it out to keep that head, or pass 0 to drop it"
         )
     fresh = 3 if num_mrp_layers is None else num_mrp_layers
-    kept = {key: value for key, value in values.items() if key not in DROPPED}
+    kept = {key: value for key, value in values.items() if key not in (DROPPED if has_head else DROPPED + OF_A_HEAD)}
     config = MRPConfig(**kept, num_mrp_layers=layers if has_head else fresh, auto_map=dict(AUTO_MAP))
     config.architectures = ["MRPForDiffusionLM"]
     return config

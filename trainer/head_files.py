@@ -38,6 +38,7 @@ def save_head(model, folder) -> Path:
         "num_mrp_layers": bare.config.num_mrp_layers,
         "mrp_residual": bare.config.mrp_residual,
         "block_size": bare.config.block_size,
+        "trained_acceptance": bare.config.trained_acceptance,
     }
     if isinstance(model, PeftModel):
         config["frozen_layers_hash"] = frozen_layers_hash(bare)
@@ -71,6 +72,7 @@ def load_head(model, folder):
     else:
         _check_tensors(folder / HEAD_WEIGHTS, model.mrp_head.state_dict())
         model.mrp_head.load_state_dict(load_file(folder / HEAD_WEIGHTS))
+    without_peft(model).config.trained_acceptance = config.get("trained_acceptance")
     return model
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from .cli import command_parser
+from .decode_evaluation import accepted_per_verification
 
 BUILT_IN_PROMPTS = [
     "Tom has 23 apples, buys 14, doubles them. How many?",
@@ -61,6 +62,28 @@ class Check:
     difference: Difference | None = None
 
 
+@dataclass(frozen=True)
+class Acceptance:
+    """Drafts of the head that a verification accepts, against what training saw.
+
+    Attributes:
+        mrp_steps: K that they were drafted with.
+        mean: over the prompts; None where none had a draft.
+        low, high: range over the held-out prompts of the training; None when the checkpoint does not record it.
+    """
+
+    mrp_steps: int
+    mean: float | None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        if None in (self.mean, self.low):
+            return "unknown"
+        return "in range" if self.low <= self.mean <= self.high else "OUTSIDE"
+
+
 def verify(model, tokenizer, inputs, max_new_tokens: int = 64, seed: int = 0, **spec_options) -> list[Check]:
     """Compare spec with backbone-only for every step rule, greedy and sampling, and a batch with its rows.
 
@@ -93,6 +116,16 @@ def verify(model, tokenizer, inputs, max_new_tokens: int = 64, seed: int = 0, **
                 )
             )
     return checks + _law_checks(model, inputs, max_new_tokens, seed, spec_options)
+
+
+def check_acceptance(model, inputs, max_new_tokens: int = 64, drafts: int = 4) -> Acceptance:
+    """Acceptance on these prompts (as `verify` takes them), with the K of training or, if not recorded, `drafts`."""
+    recorded = model.config.trained_acceptance or {"mrp_steps": drafts}
+    prompts = [
+        ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    ]
+    rates = accepted_per_verification(model, prompts, recorded["mrp_steps"], max_new_tokens)
+    return Acceptance(mean=sum(rates) / len(rates) if rates else None, **recorded)
 
 
 def _law_checks(model, inputs, max_new_tokens, seed, spec_options) -> list[Check]:
@@ -199,6 +232,16 @@ def describe(check: Check, strict: bool) -> str:
     return line
 
 
+def describe_acceptance(acceptance: Acceptance) -> str:
+    """The line of the report."""
+    mean = "no drafts" if acceptance.mean is None else f"{acceptance.mean:.2f}"
+    seen = "not recorded" if acceptance.low is None else f"{acceptance.low:.2f} to {acceptance.high:.2f}"
+    return (
+        f"{acceptance.verdict:10}drafts of the head accepted per verification: {mean} at K = {acceptance.mrp_steps}; "
+        f"range seen in training: {seen}"
+    )
+
+
 def main(argv: list[str]) -> int:
     """Print the report; exit status 1 when something differs by more than rounding (at all, in float32)."""
     from .generate_command import encode, load, read_prompts
@@ -206,8 +249,9 @@ def main(argv: list[str]) -> int:
     parser = command_parser(
         "verify",
         "Check that speculative decoding returns the tokens of backbone-only decoding, for every step rule, greedy\n"
-        "and sampling; that a batch equals its rows; that no mask token is returned. In float32 every difference\n"
-        "fails; in bf16 one that hangs on rounding is reported and let pass. Exit status 1 when a check fails.",
+        "and sampling; that a batch equals its rows; that no mask token is returned; that as many drafts of the head\n"
+        "are accepted as training saw, where the checkpoint records it. In float32 every difference fails; in bf16\n"
+        "one that hangs on rounding is reported and let pass. Exit status 1 when a check fails.",
         "mrp verify sdar-1.7b-mrp --prompt-file prompts.txt --dtype float32",
     )
     parser.add_argument("model", metavar="MODEL", help="folder or Hub id")
@@ -231,11 +275,17 @@ def main(argv: list[str]) -> int:
     options = {"mrp_steps": arguments.steps, "mrp_draft": arguments.draft, "mrp_acceptance": arguments.acceptance}
     checks = verify(model, tokenizer, inputs, arguments.max_new_tokens, arguments.seed, **options)
     strict = model.dtype == torch.float32
-    ok = all(passed(check, strict) for check in checks)
+    acceptance = None
+    if model.mrp_head is not None and arguments.draft != "self" and arguments.steps > 1:
+        acceptance = check_acceptance(model, inputs, arguments.max_new_tokens, arguments.steps)
+    ok = all(passed(check, strict) for check in checks) and (acceptance is None or acceptance.verdict != "OUTSIDE")
     if arguments.json:
-        print(json.dumps({"ok": ok, "dtype": str(model.dtype), "checks": [asdict(check) for check in checks]}))
+        report = {"ok": ok, "dtype": str(model.dtype), "checks": [asdict(check) for check in checks]}
+        print(json.dumps(report | {"acceptance": acceptance and asdict(acceptance) | {"verdict": acceptance.verdict}}))
     else:
         print(f"{arguments.model}, {model.dtype}, {len(prompts)} prompts, K = {arguments.steps}")
         print("\n".join(describe(check, strict) for check in checks))
+        if acceptance is not None:
+            print(describe_acceptance(acceptance))
         print("every check holds" if ok else "a check FAILED")
     return 0 if ok else 1

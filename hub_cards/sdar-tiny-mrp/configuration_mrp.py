@@ -20,6 +20,8 @@ class MRPConfig(Qwen3Config):
             corrected hidden state itself, the full next distribution: an ablation.
         calibrated_remask_threshold: |C| above which `remask_criterion="residual"` masks a token again, as found by
             calibration on this checkpoint; None when it was never calibrated.
+        trained_acceptance: how many drafts a verification accepted on held-out prompts when the head was trained:
+            `mrp_steps` (K) and `low` and `high`, the range over the prompts; None when it was not recorded.
         kwargs: all of `Qwen3Config`.
 
     Raises:
@@ -35,6 +37,7 @@ class MRPConfig(Qwen3Config):
         num_mrp_layers: int = 3,
         mrp_residual: bool = True,
         calibrated_remask_threshold: float | None = None,
+        trained_acceptance: dict | None = None,
         **kwargs,
     ):
         if not isinstance(block_size, int) or block_size < 1:
@@ -43,11 +46,14 @@ class MRPConfig(Qwen3Config):
             raise ValueError(f"num_mrp_layers must be an integer of at least 0 (0: no head), got {num_mrp_layers!r}")
         if not isinstance(mrp_residual, bool):
             raise ValueError(f"mrp_residual must be True or False, got {mrp_residual!r}")
+        if trained_acceptance is not None and set(trained_acceptance) != {"mrp_steps", "low", "high"}:
+            raise ValueError(f"trained_acceptance must hold mrp_steps, low and high, got {trained_acceptance!r}")
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.num_mrp_layers = num_mrp_layers
         self.mrp_residual = mrp_residual
         self.calibrated_remask_threshold = calibrated_remask_threshold
+        self.trained_acceptance = trained_acceptance
         rope = kwargs.get("rope_parameters")
         if rope and "rope_theta" in rope:  # transformers 4 reads only the top-level name, 5 only the nested one
             kwargs.setdefault("rope_theta", rope["rope_theta"])
