@@ -12,6 +12,7 @@ NO_HEAD = NOT_MEASURED + "MODEL has no head, give one that has, or --head FOLDER
 NO_FULL_HEAD = NOT_MEASURED + "give --full-head FOLDER, a head trained with mrp_residual: false"
 ONE_TOKEN = NOT_MEASURED + "blocks of one token have no second step, give a model with larger blocks"
 SIMILAR, RELATED = 0.1, 0.5  # of the KL between unrelated positions
+MOSTLY = 0.5  # of a backbone's next choices
 PUBLISHED_CRITERIA = ("confidence", "residual")
 SMALL = 1e9  # parameters; the published backbones have 1.7 to 8 billion
 
@@ -84,7 +85,7 @@ def _judge_similarity(f, scale):
     rising = all(near <= far for near, far in zip(kl, kl[1:], strict=False))
     share = kl[0] / unrelated
     verdict = HOLDS if share <= SIMILAR and rising else IN_PART if share <= RELATED else FAILS
-    reason = f"one step is {share:.0%} of the way between unrelated positions"
+    reason = f"one step moves the logits {share:.0%} as far as two unrelated positions are apart"
     reason += "" if rising else ", and KL does not rise with every step of distance"
     return verdict, "" if verdict == HOLDS else reason
 
@@ -129,7 +130,10 @@ def _judge_unverified(f, scale):
     if not f["full"]:
         return NO_FULL_HEAD, ""
     if not clear(f["lead"]):
-        verdict, reason = FAILS, "the residual head's lead at the largest K is within twice its standard error"
+        verdict, reason = (
+            FAILS,
+            "at the largest K the residual head is not ahead by more than twice the standard error",
+        )
     elif f["full"][-1] > f["static"] / 2:
         verdict, reason = IN_PART, "the full head keeps more than half of static's score"
     else:
@@ -201,10 +205,11 @@ def _judge_drafter(f, scale):
     if all(ahead):
         return HOLDS, ""
     equal = ", ".join(str(k) for k, wins in zip(f["steps"], ahead, strict=True) if not wins)
-    return IN_PART if any(ahead) else FAILS, (
-        f"at K = {equal} the backbone's own last logits draft about as well or better, at no cost: few choices in "
-        "this text depend on what was just revealed, or the head is trained too little"
-    )
+    reason = f"at K = {equal} the backbone's own last logits draft about as well or better, at no cost"
+    alone = [rates[0] for rates in f["acceptance_self"] if rates]
+    if alone and min(alone) > MOSTLY:
+        reason += f": {min(alone):.0%} of its next choices do not hang on the token just revealed"
+    return IN_PART if any(ahead) else FAILS, reason
 
 
 # -- remask
