@@ -19,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from trainer import MRPTrainer, MRPTrainingArguments
 from trainer.cards import render_card
+from trainer.decode_evaluation import acceptance_range
 from trainer.demo import REMASK, STATIC, Row, run_demo
 from trainer.head_files import load_head, save_head
 from trainer.trajectories import trajectories
@@ -31,6 +32,7 @@ BLOCK_SIZE = 8
 HEAD_STEPS = 600
 HEAD_ROWS = 32
 HEAD_NORM = 0.1  # from a norm of zero the layers get next to no gradient for hundreds of steps
+DRAFTS = 4
 TEST_SAMPLES = 200
 VALIDATION_SAMPLES = 200
 RESIDUAL_THRESHOLDS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -144,6 +146,12 @@ def head_arguments(output: Path, **changes) -> MRPTrainingArguments:
     return MRPTrainingArguments(str(output), **recipe | changes)
 
 
+def measure_acceptance(model: MRPForDiffusionLM, task) -> dict | None:
+    """How many drafts the validation samples accept, for `mrp verify` to compare with."""
+    prompts = [sample.prompt for sample in task.held_out("validation", VALIDATION_SAMPLES)]
+    return acceptance_range(model, task.tokenizer(prompts)["input_ids"], DRAFTS, task.answer_tokens)
+
+
 def choose_residual_threshold(model: MRPForDiffusionLM, task) -> float:
     """The |C| for `remask_criterion="residual"`, by validation samples.
 
@@ -233,6 +241,7 @@ def build(task, scratch: Path, destination: Path) -> None:
     model = with_fresh_head(backbone, task)
     steps.run("head", train_head, model, task, scratch)
     model.config.calibrated_remask_threshold = steps.run("threshold", choose_residual_threshold, model, task)
+    model.config.trained_acceptance = steps.run("acceptance", measure_acceptance, model, task)
     samples = task.held_out("test", TEST_SAMPLES)
     rows = steps.run("evaluation", run_demo, model, task, samples)
     quality = task.quality(model, samples)
