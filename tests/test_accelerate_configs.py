@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
 from modeling_mrp import MRPForDiffusionLM
+from trainer.head_files import load_head
+from trainer.train import main
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "hub_cards" / "recipes"
@@ -44,49 +48,117 @@ def test_fsdp2_config_reaches_the_processes(tiny_model):
     assert {type(layer).__name__ for layer in (*model.model.layers, *model.mrp_head.layers)} == wrapped
 
 
-@pytest.mark.slow
-def test_two_processes_of_the_ddp_config_train_one_head(tiny_model, word_tokenizer, tmp_path):
-    """The config as it is, on the CPU: two processes with a row each take the steps of one process with two rows."""
-    base = tmp_path / "base"
-    tiny_model(num_mrp_layers=0).save_pretrained(base)
-    word_tokenizer.save_pretrained(base)
-    records = [
-        {"prompt": "what is one", "completion": f"so {word} plus two"} for word in ("one", "two", "three", "four")
-    ]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    values = {
-        "base_model": str(base),
-        "num_mrp_layers": 1,
-        "train_data": str(tmp_path / "data.jsonl"),
-        "sequence_length": 16,
-        "packing": False,
-        "max_steps": 2,
-        "optim": "sgd",
-        "learning_rate": 0.1,
-        "save_strategy": "no",
-        "unroll_steps": 2,
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    offline = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+@pytest.fixture
+def config(tiny_model, word_tokenizer, tmp_path):
+    """A function that writes the YAML of a run over a tiny backbone: `config(name, **options)`."""
+
+    def write(name: str, backbone_seed: int = 0, **options) -> str:
+        base = tmp_path / f"base-{backbone_seed}"
+        tiny_model(seed=backbone_seed, num_mrp_layers=0).save_pretrained(base)
+        word_tokenizer.save_pretrained(base)
+        records = [
+            {"prompt": "what is one", "completion": f"so {word} plus two"} for word in ("one", "two", "three", "four")
+        ]
+        data = tmp_path / "data.jsonl"
+        data.write_text("".join(json.dumps(record) + "\n" for record in records))
+        values = {
+            "base_model": str(base),
+            "num_mrp_layers": 1,
+            "train_data": str(data),
+            "output_dir": str(tmp_path / name),
+            "sequence_length": 16,
+            "packing": False,
+            "max_steps": 2,
+            "learning_rate": 0.1,
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "unroll_steps": 2,
+            "use_cpu": True,
+            "disable_tqdm": True,
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values | options))
+        return str(path)
+
+    return write
+
+
+def launch_two(accelerate_config: str, *script_and_arguments: str) -> subprocess.CompletedProcess:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "accelerate-ddp.yaml")]
-    launch += ["--num_processes", "2", "--main_process_port", str(port)]
-    heads = []
-    for name, launcher, rows in (("one", [], 2), ("two", launch, 1)):
-        options = ["--output_dir", str(tmp_path / name), "--per_device_train_batch_size", str(rows)]
-        options += ["--ddp_backend", "gloo"] if launcher else []
-        command = [sys.executable, *launcher, "-m", "trainer.train", str(tmp_path / "run.yaml"), *options]
-        done = subprocess.run(
-            command, env={**os.environ, **offline, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        heads.append(load_file(tmp_path / name / "mrp_head.safetensors"))
-    one, two = heads
-    start = MRPForDiffusionLM.from_backbone(base, 1).mrp_head.state_dict()
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / accelerate_config)]
+    launcher += ["--num_processes", "2", "--main_process_port", str(port), *script_and_arguments]
+    offline = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    environment = {**os.environ, **offline, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(launcher, env=environment, capture_output=True, text=True)
+
+
+def head(folder):
+    return load_file(folder / "mrp_head.safetensors")
+
+
+def logs(folder):
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
+@pytest.mark.slow
+def test_two_processes_of_the_ddp_config_train_one_head(config, tmp_path):
+    """The config as it is, on the CPU: two processes with a row each take the steps of one process with two rows."""
+    main([config("one", per_device_train_batch_size=2, optim="sgd")])
+    two = config("two", per_device_train_batch_size=1, optim="sgd", ddp_backend="gloo")
+    done = launch_two("accelerate-ddp.yaml", "-m", "trainer.train", two)
+    assert done.returncode == 0, done.stderr
+    start = MRPForDiffusionLM.from_backbone(tmp_path / "base-0", 1).mrp_head.state_dict()
+    one, two = head(tmp_path / "one"), head(tmp_path / "two")
     assert not torch.equal(one["norm.weight"], start["norm.weight"])
     for tensor in one:
         torch.testing.assert_close(two[tensor], one[tensor], rtol=1e-4, atol=1e-6)
+
+
+FOUR_STEPS = {"learning_rate": 0.01, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+EVALUATION = {"eval_strategy": "steps", "eval_steps": 4, "decode_new_tokens": 4, "reveal": "confident"}
+
+
+@pytest.mark.slow
+def test_fsdp2_config_trains_the_head_of_one_process_and_resumes_it(config, tmp_path):
+    """Both optimizers in one launch, their checkpoints in another; the last run there is on another backbone."""
+    shared = {
+        "adam": FOUR_STEPS | EVALUATION | {"eval_data": str(tmp_path / "data.jsonl")},
+        "muon": FOUR_STEPS | {"muon_learning_rate": 0.02},
+    }
+    middle = {name: tmp_path / name / "checkpoint-2" for name in shared}
+    alone = {"per_device_train_batch_size": 2}
+    halved = {"per_device_train_batch_size": 1, "ddp_backend": "gloo"}
+    launch = partial(launch_two, "accelerate-fsdp2.yaml", "-m", "tests.fsdp_on_cpu")
+    done = launch(*(config(name, **shared[name], **halved) for name in shared))
+    assert done.returncode == 0, done.stderr
+    resume = {name: {"resume_from_checkpoint": str(middle[name])} for name in shared}
+    again = [config(f"{name}-resumed", **shared[name], **halved, **resume[name]) for name in shared]
+    done = launch(*again, config("other", backbone_seed=1, **shared["adam"], **halved, **resume["adam"]))
+    assert "load it onto the backbone it belongs to" in done.stderr
+
+    # Muon orthogonalises in bfloat16: there the order of a sum shows
+    for name, tolerance in (("adam", 1e-4), ("muon", 1e-2)):
+        main([config(f"{name}-alone", **shared[name], **alone)])
+        main([config(f"{name}-onward", **shared[name], **alone, **resume[name])])
+        two = head(tmp_path / name)
+        assert all(torch.equal(head(tmp_path / f"{name}-resumed")[tensor], two[tensor]) for tensor in two)
+        for other in ("alone", "onward"):
+            one = head(tmp_path / f"{name}-{other}")
+            assert one.keys() == two.keys()
+            for tensor in one:
+                scale = one[tensor].abs().max()
+                torch.testing.assert_close(two[tensor] / scale, one[tensor] / scale, rtol=0, atol=tolerance)
+    timed = re.compile("runtime|per_second")
+    for two, one in zip(logs(tmp_path / "adam"), logs(tmp_path / "adam-alone"), strict=True):
+        figures = [{key: value for key, value in log.items() if not timed.search(key)} for log in (two, one)]
+        assert figures[0] == pytest.approx(figures[1], rel=1e-4, abs=1e-6)
+    assert [log["eval_tokens_per_forward"] > 0 for log in logs(tmp_path / "adam") if "eval_loss" in log] == [True]
+
+    model = load_head(MRPForDiffusionLM.from_backbone(tmp_path / "base-0", 1), middle["adam"])
+    assert head(middle["adam"]).keys() == model.mrp_head.state_dict().keys()
+    assert [file.name for file in middle["adam"].glob("*model*")] == []
+    state = torch.load(middle["adam"] / "optimizer.pt", weights_only=True)["state"]
+    shapes = sorted(tuple(moment["exp_avg"].shape) for moment in state.values())
+    assert shapes == sorted(tuple(parameter.shape) for parameter in model.mrp_head.parameters())

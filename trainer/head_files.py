@@ -8,6 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 
 from .peft_head import check_no_live_adapter, forget_adapter, frozen_layers_hash, is_fresh, without_peft
+from .sharded import sharded_like, whole_state
 from .weight_files import backbone_hash, base_of, fetch, tensor_index
 
 HEAD_WEIGHTS = "mrp_head.safetensors"
@@ -15,42 +16,55 @@ HEAD_CONFIG = "mrp_head_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
-def save_head(model, folder) -> Path:
+def backbone_note(model) -> dict:
+    """Which backbone a head belongs to: id, revision and hash; under LoRA also a hash of the layers it lies over.
+
+    Args:
+        model: an `MRPForDiffusionLM` with a head, or one under `lora_head`; no tensor of it is sharded yet.
+    """
+    bare = without_peft(model)
+    base_model, base_revision = base_of(bare, commit=vars(bare.config).get("_commit_hash"))
+    note = {"base_model": base_model, "base_revision": base_revision, "base_hash": backbone_hash(bare)}
+    if isinstance(model, PeftModel):
+        note["frozen_layers_hash"] = frozen_layers_hash(bare)
+    return note
+
+
+def save_head(model, folder, note: dict | None = None, write: bool = True) -> Path:
     """Write the head alone, with the id, the revision and a hash of the backbone it belongs to.
 
     Args:
-        model: an `MRPForDiffusionLM` with a head, or one under `lora_head`, of which the adapter is written.
+        model: an `MRPForDiffusionLM` with a head, or one under `lora_head`, of which the adapter is written. Where
+            FSDP2 has sharded it, every rank must call this.
         folder: is made when missing; gets `mrp_head.safetensors` (or the files of `peft`) and `mrp_head_config.json`.
+        note: `backbone_note(model)` of before the model was sharded.
+        write: False on ranks that only give their part.
 
     Raises:
         ValueError: when the model has no head.
     """
-    bare = without_peft(model)
-    if bare.mrp_head is None:
+    if without_peft(model).mrp_head is None:
         raise ValueError("the model has no head to save (num_mrp_layers is 0)")
     folder = Path(folder)
+    config = backbone_note(model) if note is None else dict(note)
+    for name in ("num_mrp_layers", "mrp_residual", "block_size", "trained_acceptance"):
+        config[name] = vars(model.config)[name]
+    adapted = isinstance(model, PeftModel)
+    state = {name: tensor for name, tensor in model.state_dict().items() if "mrp_head." in name}
+    state = whole_state(state, keep=write)
+    if not write:
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
-    base_model, base_revision = base_of(bare, commit=vars(bare.config).get("_commit_hash"))
-    config = {
-        "base_model": base_model,
-        "base_revision": base_revision,
-        "base_hash": backbone_hash(bare),
-        "num_mrp_layers": bare.config.num_mrp_layers,
-        "mrp_residual": bare.config.mrp_residual,
-        "block_size": bare.config.block_size,
-        "trained_acceptance": bare.config.trained_acceptance,
-    }
-    if isinstance(model, PeftModel):
-        config["frozen_layers_hash"] = frozen_layers_hash(bare)
-        model.save_pretrained(folder, save_embedding_layers=False)
+    if adapted:
+        model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
     else:
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in bare.mrp_head.state_dict().items()}
+        state = {name.removeprefix("mrp_head."): tensor for name, tensor in state.items()}
         save_file(state, folder / HEAD_WEIGHTS, metadata={"format": "pt"})
     (folder / HEAD_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
-def load_head(model, folder):
+def load_head(model, folder, note: dict | None = None):
     """Load a head written by `save_head` into a model, in place; returns the model.
 
     A LoRA adapter of a head is merged, unless the model is under `lora_head` itself: that one goes on training it.
@@ -58,25 +72,26 @@ def load_head(model, folder):
     Args:
         model: an `MRPForDiffusionLM` over the same backbone, with a head of as many layers; or one under `lora_head`.
         folder: a folder or a Hub id.
+        note: `backbone_note(model)` of before the model was sharded.
 
     Raises:
         ValueError: when the head belongs to another backbone, has other layers, or does not hold every tensor.
     """
     folder = fetch(folder)[0]
     config = read_head_config(folder)
-    _check_base(without_peft(model), folder, config)
+    note = backbone_note(model) if note is None else note
+    _check_base(without_peft(model), folder, config, note)
     if "frozen_layers_hash" in config:
-        _load_adapter(model, folder, config)
+        _load_adapter(model, folder, config, note)
     elif isinstance(model, PeftModel):
         raise ValueError(f"the head in {folder} is no LoRA adapter: load it into a model without lora_head")
     else:
-        _check_tensors(folder / HEAD_WEIGHTS, model.mrp_head.state_dict())
-        model.mrp_head.load_state_dict(load_file(folder / HEAD_WEIGHTS))
+        model.mrp_head.load_state_dict(_read_tensors(folder / HEAD_WEIGHTS, model.mrp_head.state_dict()))
     without_peft(model).config.trained_acceptance = config.get("trained_acceptance")
     return model
 
 
-def _load_adapter(model, folder: Path, config: dict):
+def _load_adapter(model, folder: Path, config: dict, note: dict):
     """Into the model's own adapter, or merged into the head's layers."""
     bare = without_peft(model)
     merge = not isinstance(model, PeftModel)
@@ -84,15 +99,16 @@ def _load_adapter(model, folder: Path, config: dict):
         check_no_live_adapter(bare)
         if is_fresh(bare):
             bare.copy_backbone_layers_to_head()
-    if frozen_layers_hash(bare) != config["frozen_layers_hash"]:
+    layers_hash = frozen_layers_hash(bare) if merge else note["frozen_layers_hash"]
+    if layers_hash != config["frozen_layers_hash"]:
         raise ValueError(
             f"the adapter in {folder} was trained over other layers than those of the model's head: load the "
             "checkpoint it was trained on as it was loaded then (head_init='backbone_layers' for a new head)"
         )
     adapted = get_peft_model(bare, LoraConfig.from_pretrained(folder)) if merge else model
     try:
-        _check_tensors(folder / ADAPTER_WEIGHTS, get_peft_model_state_dict(adapted, save_embedding_layers=False))
-        set_peft_model_state_dict(adapted, load_file(folder / ADAPTER_WEIGHTS))
+        expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        set_peft_model_state_dict(adapted, _read_tensors(folder / ADAPTER_WEIGHTS, expected))
     finally:
         if merge:
             adapted.merge_and_unload()
@@ -100,7 +116,7 @@ def _load_adapter(model, folder: Path, config: dict):
             bare.mrp_head.requires_grad_(True)
 
 
-def _check_base(model, folder: Path, config: dict):
+def _check_base(model, folder: Path, config: dict, note: dict):
     if model.config.num_mrp_layers != config["num_mrp_layers"]:
         raise ValueError(
             f"the head in {folder} has {config['num_mrp_layers']} layers and the model's has "
@@ -111,10 +127,10 @@ def _check_base(model, folder: Path, config: dict):
             f"the head in {folder} was trained with mrp_residual={config['mrp_residual']} and the model has "
             f"{model.config.mrp_residual}: build the model with mrp_residual={config['mrp_residual']}"
         )
-    if backbone_hash(model) != config["base_hash"]:
+    if note["base_hash"] != config["base_hash"]:
         raise ValueError(
             f"the head in {folder} was trained on {config['base_model']} (revision {config['base_revision']}), "
-            f"whose weights differ from those of {base_of(model)[0]}: load it onto the backbone it belongs to"
+            f"whose weights differ from those of {note['base_model']}: load it onto the backbone it belongs to"
         )
 
 
@@ -126,7 +142,8 @@ def read_head_config(folder: Path) -> dict:
     return {"mrp_residual": True} | json.loads(path.read_text(encoding="utf-8"))
 
 
-def _check_tensors(path: Path, expected: dict[str, torch.Tensor]):
+def _read_tensors(path: Path, expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a file, which must be those that are expected; sharded where those are."""
     found = {name: tuple(shape) for name, _, shape in tensor_index(path)}
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     missing, left_over = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
@@ -136,3 +153,4 @@ def _check_tensors(path: Path, expected: dict[str, torch.Tensor]):
             f"{path} does not fit the model: missing tensors: {', '.join(missing) or 'none'}; left-over tensors: "
             f"{', '.join(left_over) or 'none'}; wrong shapes: {', '.join(sorted(wrong)) or 'none'}"
         )
+    return {name: sharded_like(tensor, expected[name]) for name, tensor in load_file(path).items()}

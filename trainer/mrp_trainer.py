@@ -2,23 +2,27 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import ProgressCallback, Trainer, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from .arguments import MRPTrainingArguments
 from .console import HeadProgress
 from .corruption import loss_weights, order_reveals, revealed_states
 from .data import MRPCollator, prepare_dataset
 from .decode_evaluation import acceptance_range, decode_figures, prompts_of
-from .head_files import load_head, save_head
+from .head_files import backbone_note, load_head, save_head
 from .head_metrics import HeadMetrics, measure_head
 from .linear_kl import linear_kl
 from .muon import MuonWithAdamW
 from .objectives import chosen_position_loss, linear_log_prob, linear_total_variation, teacher_choice
 from .peft_head import without_peft
+from .sharded import gathered, shard_optimizer_state, whole_state
 
 MODEL_INPUTS = ("input_ids", "revealed_ids", "clean_ids", "segment_ids")
 NO_LOGITS = torch.empty(0, dtype=torch.long)
@@ -83,18 +87,28 @@ class MRPTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # the loss is already divided by that of the whole optimizer step
         self._metrics = self._no_metrics()
         self._measure_always = False
+        self._note = backbone_note(self.model)  # while it is whole
+        if self.is_fsdp_enabled:
+            _check_fsdp(self.accelerator.state.fsdp_plugin)
 
     def create_optimizer(self, model=None):
-        if self.args.muon_learning_rate is not None and self.optimizer is None:
-            args = self.args
+        if self.optimizer is not None:
+            return self.optimizer
+        args = self.args
+        if args.muon_learning_rate is None:
+            parts = [super().create_optimizer(model)]
+        else:
             self.optimizer = MuonWithAdamW(
                 self.model, args.muon_learning_rate, args.learning_rate, weight_decay=args.weight_decay
             )
-        return super().create_optimizer(model)
+            parts = self.optimizer.parts
+        for part in parts:
+            part.register_load_state_dict_pre_hook(shard_optimizer_state)
+        return self.optimizer
 
     def train(self, *args, **kwargs):
         """As in transformers; then the model's config notes what held-out prompts accept (`trained_acceptance`)."""
-        model = without_peft(self.accelerator.unwrap_model(self.model))
+        model = self.accelerator.unwrap_model(self.model)
         model.config.trained_acceptance = None
         output = super().train(*args, **kwargs)
         prompts = self._held_out_prompts()
@@ -121,7 +135,8 @@ class MRPTrainer(Trainer):
         """
         if self.args.reveal == "confident":
             inputs = self._reveal_confident(inputs)
-        out = model(**{name: inputs[name] for name in MODEL_INPUTS}, logits_to_keep=NO_LOGITS, teacher=True)
+        with self.accelerator.autocast():  # accelerate wraps the model in it, but not under FSDP2
+            out = model(**{name: inputs[name] for name in MODEL_INPUTS}, logits_to_keep=NO_LOGITS, teacher=True)
         lm_head = self._lm_head()
         normaliser = _floored(_normaliser_and_rows(inputs)) if num_items_in_batch is None else num_items_in_batch
         weight = inputs["loss_weight"] / normaliser.to(self.args.device)[:, None]  # [R, K, L]
@@ -202,7 +217,7 @@ class MRPTrainer(Trainer):
         return {**inputs, "reveal_step": reveal_step, "revealed_ids": states, "loss_weight": weight}
 
     def _lm_head(self) -> Tensor:
-        return self.accelerator.unwrap_model(self.model).lm_head.weight
+        return gathered(self.accelerator.unwrap_model(self.model).lm_head.weight)
 
     def _chunk_rows(self) -> int | str:
         return "auto" if self.args.kl_chunk_rows == "auto" else int(self.args.kl_chunk_rows)
@@ -273,19 +288,39 @@ class MRPTrainer(Trainer):
 
     # --- checkpoints: the head alone
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the head, without a look at the backbone: it may be sharded. Every rank must call this."""
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if not self.args.should_save:
-            return
         folder = self.args.output_dir if output_dir is None else output_dir
-        save_head(self.accelerator.unwrap_model(self.model), folder)
-        if self.processing_class is not None:
+        save_head(self.accelerator.unwrap_model(self.model), folder, self._note, write=self.args.should_save)
+        if self.args.should_save and self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        load_head(self.accelerator.unwrap_model(self.model if model is None else model), resume_from_checkpoint)
+        model = self.accelerator.unwrap_model(self.model if model is None else model)
+        load_head(model, resume_from_checkpoint, self._note)
 
     def _load_best_model(self) -> None:
-        load_head(self.accelerator.unwrap_model(self.model), self.state.best_model_checkpoint)
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Whole tensors under FSDP2 too: the run may go on with any number of processes, sharded or not."""
+        if not self.is_fsdp_enabled:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        state = whole_state(self.optimizer.state_dict(), keep=self.args.should_save)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self.is_fsdp_enabled:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        for part, name in ((self.optimizer, OPTIMIZER_NAME), (self.lr_scheduler, SCHEDULER_NAME)):
+            part.load_state_dict(torch.load(Path(checkpoint) / name, map_location="cpu", weights_only=True))
 
 
 class _EpochOfNoise(TrainerCallback):
@@ -346,6 +381,17 @@ def _check_model(model):
     thawed = [name for name in trained if not name.startswith("mrp_head.")]
     if thawed:
         raise ValueError(f"only the head trains, but {thawed[0]} requires a gradient: call model.freeze_backbone()")
+
+
+def _check_fsdp(plugin):
+    if plugin.fsdp_version != 2:
+        raise ValueError(f"fsdp_version must be 2, got {plugin.fsdp_version}: see accelerate-fsdp2.yaml")
+    if plugin.cpu_ram_efficient_loading:
+        raise ValueError(
+            "fsdp_cpu_ram_efficient_loading must be false: every process reads the backbone to tell which it is"
+        )
+    # Otherwise bf16 would also round gradients and the model's output, whose small differences are the loss.
+    plugin.mixed_precision_policy = MixedPrecisionPolicy()
 
 
 def _prepared(dataset, tokenizer, sequence_length: int | None):
