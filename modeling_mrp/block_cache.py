@@ -46,12 +46,13 @@ class BlockCache(Cache):
         scratch = slot - self.lengths[:, None]
         committed = scratch < 0
         written = scratch.clamp(0, width - 1)
-        keys = Tokens(*(field.gather(1, written) for field in queries))
+        keys = queries.map(lambda field: field.gather(1, written))
         return Tokens(
             segment=torch.where(committed, 0, torch.where(scratch < width, keys.segment, UNWRITTEN)),
             block=torch.where(committed, slot // self.block_size, keys.block),
             stream=torch.where(committed, CLEAN, keys.stream),
             context=torch.where(committed, CLEAN, keys.context),
+            position=None if keys.position is None else torch.where(committed, slot, keys.position),
         )
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):

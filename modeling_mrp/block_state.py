@@ -63,6 +63,11 @@ class BlockState:
         """The current block's tokens, [R, B]."""
         return self.tokens.gather(1, self.positions)
 
+    @property
+    def revocable(self) -> torch.Tensor:
+        """Where the current block holds a token that was generated, [R, B]."""
+        return (self.block != self.mask_token_id) & (self.positions >= self.prompt_lengths[:, None])
+
     def write(
         self, block: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor, by_head: torch.Tensor | bool = False
     ):

@@ -9,7 +9,7 @@ from .step_rules import STRATEGIES, StepRule
 MODES = (None, "direct", "spec", "remask")
 DRAFTERS = ("head", "self")
 ACCEPTANCES = ("exact", "token")
-CRITERIA = ("leave_one_out", "confidence", "residual")
+CRITERIA = ("leave_one_out", "confidence", "residual", "backbone")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class DecodingOptions:
         remasking_strategy: the step rule; remask proposes by the dynamic one.
         denoising_steps: static and sequential reveal ceil(block_size / denoising_steps) tokens a step.
         confidence_threshold, eb_threshold: bounds of the dynamic and of the entropy rule.
-        remask_criterion: "leave_one_out", "confidence" or "residual".
+        remask_criterion: "leave_one_out", "confidence" or "residual" of the head; "backbone" needs none: every token
+            of the block is checked again in the next forward (wide-in / narrow-out, arXiv 2507.18578).
         remask_threshold: None: the checkpoint's calibrated |C| for "residual", else `confidence_threshold`.
         block_size: tokens per block.
     """
@@ -90,18 +91,26 @@ class DecodingOptions:
                 f"remasking_strategy={self.remasking_strategy!r} does not go with mrp_mode='remask', which "
                 "proposes by 'low_confidence_dynamic': leave it out"
             )
-        needs_head = self.mrp_mode in ("direct", "remask") or (self.mrp_mode == "spec" and self.mrp_draft == "head")
+        needs_head = self.uses_head or (self.mrp_mode == "spec" and self.mrp_draft == "head")
         if needs_head and not has_head:
             raise ValueError(
                 f"mrp_mode={self.mrp_mode!r} with mrp_draft={self.mrp_draft!r} needs a residual head, but this "
-                "checkpoint has none: use mrp_mode=None, or mrp_mode='spec' with mrp_draft='self', or train a head"
+                "checkpoint has none: use mrp_mode=None, mrp_mode='spec' with mrp_draft='self', "
+                "mrp_mode='remask' with remask_criterion='backbone', or train a head"
             )
 
     @property
     def uses_head(self) -> bool:
-        return self.mrp_mode in ("direct", "remask") or (
-            self.mrp_mode == "spec" and self.mrp_draft == "head" and self.mrp_steps > 1
+        return (
+            self.mrp_mode == "direct"
+            or (self.mrp_mode == "remask" and not self.revokes)
+            or (self.mrp_mode == "spec" and self.mrp_draft == "head" and self.mrp_steps > 1)
         )
+
+    @property
+    def revokes(self) -> bool:
+        """Whether the backbone itself may take back what an earlier step revealed."""
+        return self.mrp_mode == "remask" and self.remask_criterion == "backbone"
 
     @property
     def candidates(self) -> int:

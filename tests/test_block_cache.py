@@ -120,7 +120,7 @@ def check_candidates_and_head(model, decoder, rows, seed):
     blocks = random_blocks(model, (len(rows), 3, 4), seed)
     live = torch.ones(len(rows), 3, dtype=torch.bool)
     live[0, 2] = False  # rows draft chains of different length
-    hidden = decoder.forward_candidates(Candidates(blocks, live))
+    hidden = decoder.forward_candidates(Candidates(blocks, live, torch.arange(1, blocks.shape[1] + 1)))
     states = random_blocks(model, (len(rows), 2, 4), seed + 100)
     corrected = decoder.corrected_hidden(states, hidden[:, :1].expand(-1, 2, -1, -1), torch.ones(len(rows), 2).bool())
     for index, row in enumerate(rows):
@@ -164,7 +164,7 @@ def test_a_row_that_stopped_does_not_disturb_the_others(tiny_model, rows):
         decoder.state.synchronise()
         blocks = random_blocks(model, (4, 2, 4), 5)
         live = decoder.state.running[:, None].expand(-1, 2).clone()
-        hidden = decoder.forward_candidates(Candidates(blocks, live))
+        hidden = decoder.forward_candidates(Candidates(blocks, live, torch.arange(1, blocks.shape[1] + 1)))
         for index in (0, 2, 3):
             whole = torch.tensor([rows[index] + blocks[index, 1].tolist()])
             torch.testing.assert_close(hidden[index, 1], model(whole).last_hidden_state[0, -4:], **CLOSE)

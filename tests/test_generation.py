@@ -33,6 +33,12 @@ MODES = {
         "remask_criterion": "residual",
         "remask_threshold": 0.5,
     },
+    "remask-backbone": {
+        "mrp_mode": "remask",
+        "confidence_threshold": 0.3,
+        "remask_criterion": "backbone",
+        "remask_threshold": 0.8,
+    },
 }
 every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
@@ -323,7 +329,7 @@ class RowCounter:
 @every_mode
 @pytest.mark.parametrize("ends", [None, [5, 9, 14, 33, 40, 52]])
 def test_statistics_count_the_forwards_of_every_row(model, batch, mode, ends):
-    backbone, head = (RowCounter(model, f"{name}_hidden_states", 3) for name in ("backbone", "head"))
+    backbone, head = (RowCounter(model, f"{name}_hidden_states", 3) for name in ("backbone", "corrected"))
     calls = {"backbone": 0, "head": 0}
     model.model.register_forward_hook(lambda *_: calls.update(backbone=calls["backbone"] + 1))
     model.mrp_head.register_forward_hook(lambda *_: calls.update(head=calls["head"] + 1))
@@ -370,7 +376,7 @@ def test_the_kinds_of_output(model):
     assert isinstance(plain, torch.Tensor) and plain.dtype == torch.long
     output = model.generate(PROMPT, max_new_tokens=5, eos_token_id=None, return_dict_in_generate=True)
     assert isinstance(output, MRPGenerateOutput) and torch.equal(output.sequences, plain)
-    assert set(output.keys()) == {"sequences", "tokens_per_forward", "stats"}
+    assert set(output.keys()) == {"sequences", "reveal_steps", "tokens_per_forward", "stats"}
     assert output.tokens_per_forward.tolist() == [1.0]
 
 

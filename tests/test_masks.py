@@ -60,21 +60,25 @@ def test_segment_positions_count_runs():
     assert segment_positions(torch.zeros(1, 1, dtype=torch.long)).tolist() == [[0]]
 
 
-def random_tokens(rows, length, seed):
+def random_tokens(rows, length, seed, shadows):
     generator = torch.Generator().manual_seed(seed)
-    low_high = [(-2, 2), (0, 4), (0, 3), (0, 3)]
+    low_high = [(-2, 2), (0, 4), (-2 if shadows else 0, 3), (0, 3), *([(0, 4)] if shadows else [])]
     return Tokens(*(torch.randint(low, high, (rows, length), generator=generator) for low, high in low_high))
 
 
-def test_every_form_of_the_mask_says_the_same():
-    q, k = random_tokens(3, 17, 0), random_tokens(3, 29, 1)
+@pytest.mark.parametrize("shadows", [False, True])
+def test_every_form_of_the_mask_says_the_same(shadows):
+    q, k = random_tokens(3, 17, 0, shadows), random_tokens(3, 29, 1, shadows)
     visible = attention_mask(q, k, "sdpa", torch.float32)
     assert visible.shape == (3, 1, 17, 29) and visible.dtype == torch.bool
     for row in range(3):
         for i in range(17):
             for j in range(29):
-                a, b = ([field[row, at].item() for field in t] for t, at in ((q, i), (k, j)))
-                own = a[2] == b[2] and a[1] == b[1]
+                a, b = (t.map(lambda field, at=at, row=row: field[row, at].item()) for t, at in ((q, i), (k, j)))
+                if a[2] < 0:
+                    own = a[1] == b[1] and b[2] == (a[2] if a[4] == b[4] else -a[2])
+                else:
+                    own = a[1] == b[1] and a[2] == b[2]
                 context = b[2] == a[3] and b[1] < a[1]
                 assert visible[row, 0, i, j] == (a[0] == b[0] and (own or context))
     for dtype in (torch.float32, torch.bfloat16):

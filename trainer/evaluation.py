@@ -137,6 +137,7 @@ class RevealTrace:
         seen = self.rounds[:, self.done : self.done + tokens.shape[1]]
         shown = tokens[:, : seen.shape[1]] != self.mask_token_id
         seen[(seen == 0) & shown] = self.round
+        seen[~shown] = 0  # taken back: what counts is the last time that it was revealed
 
     def costs(self, row: int, length: int) -> torch.Tensor:
         """What share of a forward each of the first `length` tokens of a row has cost, [length].

@@ -7,7 +7,7 @@ lock-step: a row that has finished its block waits until all have.
 import torch
 from transformers import DynamicCache
 
-from modeling_mrp.masks import CLEAN, PADDING, Tokens, tokens_of_stream
+from modeling_mrp.masks import CLEAN, PADDING, tokens_of_stream
 from modeling_mrp.sampling import Sampler
 from modeling_mrp.step_rules import StepRule
 
@@ -44,7 +44,7 @@ def plain_sdar_loop(
 
     def forward(start: int, end: int) -> torch.Tensor:
         """h of the columns [start, end), [R, Q, H]; their keys and values are appended to the cache."""
-        own, seen = (Tokens(*(field[:, first:end] for field in tokens)) for first in (start, 0))
+        own, seen = tokens.map(lambda field: field[:, start:end]), tokens.map(lambda field: field[:, :end])
         return model.backbone_hidden_states(ids[:, start:end], positions[:, start:end], own, seen, cache)
 
     def answers() -> list[list[int]]:

@@ -3,7 +3,7 @@
 A round is one forward of the backbone over candidate states of the current block of every row. The backbone's own
 step on the last state that it confirms is always taken, so each round gains at least that step. The modes differ in
 what else a round does: `spec` drafts the further candidates, `direct` and `remask` let the head change the state
-after the step.
+after the step. `remask` by the backbone itself takes back tokens of earlier steps, fewer than the step reveals.
 """
 
 from typing import NamedTuple
@@ -21,10 +21,15 @@ BACKBONE, HEAD, PREFILL = 0, 1, 2  # rows of BlockState.forwards
 
 
 class Candidates(NamedTuple):
-    """States of the current block that one forward reads: blocks [R, C, B], and which are real, live [R, C]."""
+    """States of the current block that one forward reads.
+
+    Attributes:
+        blocks: [R, C, B]; live: which are real, [R, C]; stream: what the masks know them by, [C], see masks.py.
+    """
 
     blocks: torch.Tensor
     live: torch.Tensor
+    stream: torch.Tensor
 
 
 class Decoder:
@@ -47,7 +52,7 @@ class Decoder:
         self.rule = options.step_rule
         # a finished prompt block and the next one, or K candidates, behind the last block but one
         capacity = state.width + max(options.candidates, 2) * state.block_size
-        if options.mrp_mode == "remask":
+        if options.mrp_mode == "remask" and not options.revokes:
             capacity += state.block_size**2  # leave-one-out states
         self.cache = BlockCache(len(state.tokens), capacity, state.block_size, state.tokens.device)
 
@@ -57,7 +62,11 @@ class Decoder:
         while state.running_rows:
             self.context = state.finished_tokens(self.pad_token_id) if self.sampler.processes else None
             candidates = self.draft_chain()
-            hidden = self.forward_candidates(candidates)
+            if self.options.revokes:
+                hidden, shadow = self.forward_candidates(self.with_shadow(candidates)).split(1, dim=1)
+                self.shadow_hidden = shadow[:, 0]
+            else:
+                hidden = self.forward_candidates(candidates)
             self.verify_and_step(candidates, hidden)
             if self.options.mrp_mode == "direct":
                 self.step_from_corrected_logits()
@@ -96,14 +105,26 @@ class Decoder:
             blocks.append(block)
             live.append(drafting)
             state.proposed[:, depth] += drafting
-        return Candidates(torch.stack(blocks, dim=1), torch.stack(live, dim=1))
+        stream = torch.arange(1, len(blocks) + 1, device=block.device)
+        return Candidates(torch.stack(blocks, dim=1), torch.stack(live, dim=1), stream)
+
+    def with_shadow(self, candidates: Candidates) -> Candidates:
+        """The current state and its shadow of masks, which asks for each of its tokens again."""
+        shadow = torch.full_like(candidates.blocks, self.state.mask_token_id)
+        asks = self.state.revocable.any(-1, keepdim=True)  # a block that has just opened has nothing to ask about
+        return Candidates(
+            torch.cat([candidates.blocks, shadow], dim=1),
+            torch.cat([candidates.live, candidates.live & asks], dim=1),
+            torch.cat([candidates.stream, -candidates.stream]),
+        )
 
     # -- forwards
 
     def forward_candidates(self, candidates: Candidates) -> torch.Tensor:
         """One forward of the backbone: [pending clean blocks | candidates]; h of the candidates, [R, C, B, H].
 
-        The clean blocks ride along and are committed to the cache, so no forward only stores.
+        The clean blocks ride along and are committed to the cache, so no forward only stores. A state and its shadow
+        are one forward too, over twice the block's positions.
         """
         state, size = self.state, self.state.block_size
         rows, count = candidates.live.shape
@@ -117,7 +138,7 @@ class Decoder:
         is_candidate = (group >= pending) & (group - pending < count) & candidates.live.gather(1, number)
         ids = candidates.blocks.gather(1, number[..., None].expand(-1, -1, size))
         positions = state.positions[:, None].expand(rows, groups, size)
-        stream = (number + 1)[..., None].expand(rows, groups, size)
+        stream = candidates.stream[number][..., None].expand(rows, groups, size)
         real = is_candidate[..., None].expand(rows, groups, size)
         if state.max_pending:
             fill = groups - state.max_pending
@@ -181,7 +202,8 @@ class Decoder:
         """Mask fields, flattened to [R, G * B], of groups that all take the clean prefix as context."""
         segment = torch.where(real, 0, PADDING)
         block = positions // self.state.block_size
-        return Tokens(*(field.flatten(1) for field in (segment, block, stream, torch.full_like(stream, CLEAN))))
+        position = positions if self.options.revokes else None
+        return Tokens(segment, block, stream, torch.full_like(stream, CLEAN), position).map(lambda f: f.flatten(1))
 
     # -- verification and steps
 
@@ -207,7 +229,10 @@ class Decoder:
             self._write_path_scores(candidates, following, read.scores, last)
         state.hidden = hidden[row, last]
         step = following[row, last]
-        if self.options.mrp_mode == "remask":
+        if self.options.revokes:
+            step = self.narrow_out(drafted, reveal[row, last], step)
+            steps = steps.masked_fill(step == state.mask_token_id, -1)
+        elif self.options.mrp_mode == "remask":
             step = self.remask(drafted, reveal[row, last], read.confidence[row, last], step)
         state.write(step, state.running, steps)
         state.steps = state.steps + torch.where(state.running, last + 1, 0)
@@ -254,6 +279,22 @@ class Decoder:
             state.steps = state.steps + stepping.long()
 
     # -- remask
+
+    def narrow_out(self, before, proposed, after) -> torch.Tensor:
+        """The state [R, B] that is left of a step once tokens of earlier steps that are doubted now are masked again.
+
+        A token is doubted when its confidence, were it alone masked, is below the threshold (the shadow has asked
+        this in the very forward that the step reads). The least sure go first, and fewer than the step reveals, so a
+        block ends after at most block_size rounds whatever the thresholds are.
+
+        Args:
+            before, after: the state before the step and with everything that it reveals, [R, B].
+            proposed: the positions that it reveals, [R, B].
+        """
+        confidence = self.sampler.confidence_of(self.model.logits(self.shadow_hidden), before, self.context)
+        doubted = self.state.revocable & (confidence < self.options.keep_threshold)
+        fewer = confidence_rank(-confidence, doubted) < proposed.sum(-1, keepdim=True) - 1
+        return torch.where(doubted & fewer, self.state.mask_token_id, after)
 
     def remask(self, before, proposed, confidence, after) -> torch.Tensor:
         """The state [R, B] that is left of a step once the head has masked its doubtful reveals again.

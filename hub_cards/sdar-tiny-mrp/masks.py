@@ -5,6 +5,10 @@
 
 A plain row is one stream that is its own context: block causal. In a dual stream every noisy stream takes the clean
 one as context. In decoding the cache is the clean stream and every candidate state of a block is a noisy one.
+
+A stream -s is the shadow of stream s: one more token at each of its positions, which sees itself, the tokens of s at
+the other positions of its block, and its context. A shadow of [MASK] tokens asks for every token of a state what the
+model would say if this one alone were masked.
 """
 
 from typing import NamedTuple
@@ -17,17 +21,22 @@ CLEAN = 0  # the stream of clean tokens
 
 
 class Tokens(NamedTuple):
-    """What the rule needs to know of each token; all are [R, L] integers."""
+    """What the rule needs to know of each token; all are [R, L] integers, `position` only where there are shadows."""
 
     segment: torch.Tensor
     block: torch.Tensor
     stream: torch.Tensor
     context: torch.Tensor
+    position: torch.Tensor | None = None
+
+    def map(self, function) -> "Tokens":
+        """The function's result for each field."""
+        return Tokens(*(field if field is None else function(field) for field in self))
 
 
 def join(parts: list[Tokens]) -> Tokens:
     """Tokens of several streams side by side, [R, sum of L]."""
-    return Tokens(*(torch.cat(field, dim=1) for field in zip(*parts, strict=True)))
+    return Tokens(*(None if field[0] is None else torch.cat(field, dim=1) for field in zip(*parts, strict=True)))
 
 
 def tokens_of_stream(segment: torch.Tensor, positions: torch.Tensor, block_size: int, stream: int, context: int):
@@ -47,7 +56,11 @@ def segment_positions(segment: torch.Tensor) -> torch.Tensor:
 
 def _visible(q: Tokens, k: Tokens) -> torch.Tensor:
     """The rule on fields that broadcast against one another."""
-    own_block = (q.stream == k.stream) & (q.block == k.block)
+    own_stream = q.stream == k.stream
+    if q.position is not None:
+        itself, shadow = q.position == k.position, q.stream < 0
+        own_stream = own_stream & (itself | ~shadow) | (q.stream == -k.stream) & shadow & ~itself
+    own_block = own_stream & (q.block == k.block)
     earlier_context = (k.stream == q.context) & (k.block < q.block)
     return (q.segment == k.segment) & (own_block | earlier_context)
 
@@ -67,8 +80,8 @@ def attention_mask(q: Tokens, k: Tokens, implementation: str, dtype: torch.dtype
         from torch.nn.attention.flex_attention import create_block_mask  # imports the compiler: only when asked for
 
         def mask_mod(row, head, q_index, k_index):
-            at = Tokens(*(field[row, q_index] for field in q))
-            to = Tokens(*(field[row, k_index] for field in k))
+            at = q.map(lambda field: field[row, q_index])
+            to = k.map(lambda field: field[row, k_index])
             return _visible(at, to)
 
         rows, queries = q.segment.shape
@@ -76,7 +89,7 @@ def attention_mask(q: Tokens, k: Tokens, implementation: str, dtype: torch.dtype
         return create_block_mask(
             mask_mod, rows, None, queries, k.segment.shape[1], device=device, _compile=device.type == "cuda"
         )
-    visible = _visible(Tokens(*(f[:, None, :, None] for f in q)), Tokens(*(f[:, None, None, :] for f in k)))
+    visible = _visible(q.map(lambda field: field[:, None, :, None]), k.map(lambda field: field[:, None, None, :]))
     if implementation == "sdpa":
         return visible
     if implementation == "eager":

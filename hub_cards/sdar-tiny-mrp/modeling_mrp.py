@@ -224,7 +224,7 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
     def _backbone_on_streams(self, ids, positions, own: Tokens, context: Tokens, cache):
         """h, [R, S, L, H], of S streams [R, S, L] that do not see one another, as rows behind the cached context."""
         streams = ids.shape[1]
-        own, context = (Tokens(*(field.repeat_interleave(streams, 0) for field in part)) for part in (own, context))
+        own, context = (part.map(lambda field: field.repeat_interleave(streams, 0)) for part in (own, context))
         keys = own if cache is None else join([context, own])
         hidden = self.backbone_hidden_states(
             ids.flatten(0, 1), positions.repeat_interleave(streams, 0), own, keys, cache
