@@ -126,10 +126,22 @@ def test_auto_resumes_where_there_is_something_and_starts_afresh_otherwise(proje
     assert checkpoint_to_resume(arguments) == str(tmp_path / "run" / "checkpoint-6")
 
 
+@pytest.mark.parametrize("stop", [4, 9])
+def test_stream_shorter_than_the_run_resumes_bit_exactly(project, tmp_path, stop):
+    """25 samples are six and a quarter steps: the stops lie in the first and in the second pass."""
+    options = {"streaming": True, "shuffle_buffer": 8, "max_steps": 15, "save_steps": 1}
+    main([project("whole", **options)])
+    resume = str(tmp_path / "whole" / f"checkpoint-{stop}")
+    main([project("resumed", resume_from_checkpoint=resume, **options)])
+    assert same(head(tmp_path / "resumed"), head(tmp_path / "whole"))
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
+
+
 @pytest.mark.slow
-def test_killed_run_goes_on_bit_exactly_in_a_fresh_process(project, tmp_path):
-    run(*TRAIN, project("whole", max_steps=60, save_steps=5))
-    config = project("killed", max_steps=60, save_steps=5)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_killed_run_goes_on_bit_exactly_in_a_fresh_process(project, tmp_path, streaming):
+    run(*TRAIN, project("whole", max_steps=60, save_steps=5, streaming=streaming))
+    config = project("killed", max_steps=60, save_steps=5, streaming=streaming)
     process = subprocess.Popen([*TRAIN, config], env=ENVIRONMENT)
     while not (tmp_path / "killed" / "checkpoint-10" / "trainer_state.json").exists():
         assert process.poll() is None

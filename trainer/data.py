@@ -348,7 +348,7 @@ class MRPCollator:
         self._epoch.fill_(epoch)
 
     def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
-        """Batch of rows made by `prepare_dataset`.
+        """Batch of rows made by `prepare_dataset`; those of an `EndlessStream` bring their epoch.
 
         Returns:
             input_ids [R, L] (x_t), revealed_ids [R, K, L] (x_1..x_K), clean_ids [R, L], segment_ids [R, L] and
@@ -374,7 +374,8 @@ class MRPCollator:
                 sample_block = torch.arange(size) // self.block_size
                 visited = row.get("reveal_steps")
                 visited = None if visited is None else torch.as_tensor(visited[at])
-                reveal_step[r, at], p_mask[r, at] = self._corrupt(answer[r, at], sample_block, int(sample), visited)
+                rng = sample_rng(self.seed, int(sample), int(self._epoch) + row.get("epoch", 0))
+                reveal_step[r, at], p_mask[r, at] = self._corrupt(answer[r, at], sample_block, rng, visited)
                 segment[r, at] = number
                 block[r, at] = first_block + sample_block
                 start, first_block = start + size, first_block + int(sample_block[-1]) + 1
@@ -391,8 +392,7 @@ class MRPCollator:
             "p_mask": p_mask,
         }
 
-    def _corrupt(self, answer, block, sample: int, visited=None) -> tuple[torch.Tensor, torch.Tensor]:
-        rng = sample_rng(self.seed, sample, int(self._epoch))
+    def _corrupt(self, answer, block, rng, visited=None) -> tuple[torch.Tensor, torch.Tensor]:
         if visited is not None:
             return draw_visit(answer, block, visited, self.steps, rng)
         masked, p = draw_noise(answer, block, rng, eps=self.noise_eps, per_block=self.noise_per_block)

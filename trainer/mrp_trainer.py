@@ -14,7 +14,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from .arguments import MRPTrainingArguments
 from .console import HeadProgress
 from .corruption import loss_weights, order_reveals, revealed_states
-from .data import MRPCollator, prepare_dataset
+from .data import MRPCollator, is_streamed, prepare_dataset
 from .decode_evaluation import acceptance_range, decode_figures, prompts_of
 from .head_files import backbone_note, load_head, save_head
 from .head_metrics import HeadMetrics, measure_head
@@ -23,6 +23,7 @@ from .muon import MuonWithAdamW
 from .objectives import chosen_position_loss, linear_log_prob, linear_total_variation, teacher_choice
 from .peft_head import without_peft
 from .sharded import gathered, shard_optimizer_state, whole_state
+from .streams import EndlessStream
 
 MODEL_INPUTS = ("input_ids", "revealed_ids", "clean_ids", "segment_ids")
 NO_LOGITS = torch.empty(0, dtype=torch.long)
@@ -71,6 +72,9 @@ class MRPTrainer(Trainer):
         )
         if data_collator is None:
             data_collator = collator_for(model, args, sequence_length)
+        noise = [_EpochOfNoise(data_collator)]
+        if is_streamed(train_dataset):
+            train_dataset, noise = EndlessStream(train_dataset), []
         super().__init__(
             model=model,
             args=args,
@@ -78,7 +82,7 @@ class MRPTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[_EpochOfNoise(data_collator), *(callbacks or [])],
+            callbacks=[*noise, *(callbacks or [])],
             **kwargs,
         )
         if not args.disable_tqdm:
@@ -324,18 +328,13 @@ class MRPTrainer(Trainer):
 
 
 class _EpochOfNoise(TrainerCallback):
-    """Tells the collator which epoch it is; counts by itself, since `state.epoch` of a stream is a guess."""
+    """Tells the collator which epoch it is."""
 
     def __init__(self, collator: MRPCollator):
         self.collator = collator
-        self.epoch = 0
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.epoch = int(state.epoch or 0)
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        self.collator.set_epoch(self.epoch)
-        self.epoch += 1
+        self.collator.set_epoch(int(state.epoch or 0))
 
 
 def _normaliser_and_rows(batch: dict) -> Tensor:

@@ -1,0 +1,32 @@
+"""A stream that never ends, so that its position is a number of batches and nothing else."""
+
+from itertools import count
+
+import torch
+
+
+class EndlessStream(torch.utils.data.IterableDataset):
+    """Passes over a stream of rows, one after another, each shuffled anew where the stream is shuffled.
+
+    A trainer that resumes skips as many batches as it has seen, which the end of a stream would cut short. Here there
+    is no end: every row says in `epoch` which pass it belongs to, and a batch may reach over the border of two.
+
+    Args:
+        rows: a `datasets.IterableDataset` of prepared rows, see data.py.
+
+    Raises:
+        ValueError: when a pass has no row.
+    """
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+
+    def __iter__(self):
+        for epoch in count():
+            self.rows.set_epoch(epoch)
+            row = None
+            for row in self.rows:
+                yield {**row, "epoch": epoch}
+            if row is None:
+                raise ValueError("train_dataset is a stream without a row: check its source and filters")
