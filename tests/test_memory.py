@@ -70,3 +70,14 @@ def test_estimate_names_all_its_parts():
     for part in dataclasses.fields(MemoryEstimate):
         assert part.name in text
     assert "about 3.50 GiB" in text
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards_divide_weights_and_optimizer_except_for_what_is_gathered(tiny_model, tied):
+    model = tiny_model(vocab_size=101, hidden_size=32, num_mrp_layers=2, tie_word_embeddings=tied)
+    whole, sharded = (estimate_memory(model, 2, 16, 2, shards=shards) for shards in (1, 4))
+    embeddings = 4 * 101 * 32 * (1 if tied else 2)
+    layer = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
+    assert sharded.weights == whole.weights // 4 + embeddings + 2 * layer
+    assert sharded.optimizer == whole.optimizer // 4
+    assert (sharded.activations, sharded.loss) == (whole.activations, whole.loss)

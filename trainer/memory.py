@@ -41,12 +41,15 @@ class MemoryEstimate:
         return f"about {_gib(self.total)} per device ({listed})"
 
 
-def estimate_memory(model, rows: int, length: int, steps: int, checkpointing: bool = False) -> MemoryEstimate:
+def estimate_memory(
+    model, rows: int, length: int, steps: int, checkpointing: bool = False, shards: int = 1
+) -> MemoryEstimate:
     """Memory of one training step of R `rows` of L `length` tokens with K `steps`.
 
     Args:
         model: an `MRPForDiffusionLM` with a head.
         checkpointing: the head recomputes its activations layer by layer in the backward pass.
+        shards: devices that FSDP2 shards the model over.
     """
     config = model.config
     h, f, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
@@ -69,11 +72,22 @@ def estimate_memory(model, rows: int, length: int, steps: int, checkpointing: bo
     device = model.lm_head.weight.device.type
     logits = 2 * max(CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]), vocabulary) * item
     return MemoryEstimate(
-        weights=sum(p.numel() * p.element_size() for p in model.parameters()),
-        optimizer=OPTIMIZER_BYTES * head_parameters,
+        weights=_bytes(model.parameters()) // shards + (_gathered(model) if shards > 1 else 0),
+        optimizer=OPTIMIZER_BYTES * head_parameters // shards,
         activations=packed * h * item + max(forward, head),
         loss=supervised * h * (2 * head_item + item) + logits,
     )
+
+
+def _gathered(model) -> int:
+    """Bytes that stand whole at one time where the weights are sharded: embeddings, a layer, and the next one."""
+    embeddings = {id(p): p for p in (model.lm_head.weight, model.get_input_embeddings().weight)}
+    layers = (*model.model.layers, *model.mrp_head.layers)
+    return _bytes(embeddings.values()) + 2 * max(_bytes(layer.parameters()) for layer in layers)
+
+
+def _bytes(tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def advice(estimate: MemoryEstimate, available: int) -> str | None:

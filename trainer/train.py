@@ -17,7 +17,7 @@ from .data import is_streamed, load_source, prepare_dataset
 from .head_files import load_head
 from .memory import advice, estimate_memory, free_memory
 from .mrp_trainer import MRPTrainer
-from .peft_head import apply_backbone_adapter, is_fresh, lora_head
+from .peft_head import apply_backbone_adapter, is_fresh, lora_head, without_peft
 
 logger = logging.get_logger(__name__)
 
@@ -122,11 +122,12 @@ def report_memory(trainer: MRPTrainer, sequence_length: int):
     """Log what a step will take, and what to change when it will not fit."""
     args = trainer.args
     estimate = estimate_memory(
-        trainer.model,
+        without_peft(trainer.model),
         args.per_device_train_batch_size,
         sequence_length,
         args.unroll_steps,
         bool(args.gradient_checkpointing),
+        shards=args.world_size if trainer.is_fsdp_enabled else 1,
     )
     logger.info("memory: %s", estimate)
     available = free_memory(args.device)
