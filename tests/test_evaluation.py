@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from plain_loop import plain_decode
+from transformers import AutoTokenizer
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from modeling_mrp.options import DecodingOptions
@@ -17,6 +18,7 @@ from trainer.demo import mode_options
 from trainer.eval_grid import KINDS, family, grid
 from trainer.evaluation import RevealTrace, Settings, decode_batch, evaluate, load_rows, prompt_ids
 from trainer.frontier import area_under_parallelism, pareto_front
+from trainer.head_files import save_head
 from trainer.head_probe import calibrate, kl_by_depth, store_threshold
 from trainer.summary import summarise, table
 
@@ -35,6 +37,15 @@ def setup(tiny_model, word_tokenizer):
 
 
 # -- decoding
+
+
+def test_a_forward_that_was_taken_back_is_nobodys():
+    """Round 1 shows b, round 2 takes it back for a and c, round 3 shows it again: b costs the third."""
+    trace = RevealTrace(mask_token_id=3, max_new_tokens=3)
+    trace.put(torch.tensor([[5, 6]]))
+    for draft in ([3, 8, 3], [7, 3, 9], [7, 8, 9]):
+        trace.put_draft(torch.tensor([draft]))
+    assert trace.costs(0, 3).tolist() == [0.5, 1.0, 0.5]
 
 
 @pytest.mark.parametrize("mode", ["static", "static-2", "spec-3", "spec-3-self", "direct-2", "remask-residual-0.3"])
@@ -399,9 +410,9 @@ def test_the_command_writes_and_prints_the_summary_and_does_it_again(folder, cap
     ]
     assert main(command) == 0
     summary = json.loads(capsys.readouterr().out)
-    modes = ["static", "spec-2", "static-2", "static-4", "dynamic-0.5", "spec-2-self"]
+    modes = ["static", "spec-2", "static-2", "static-4", "dynamic-0.5", "wide-narrow-0.5", "spec-2-self"]
     assert [row["mode"] for row in summary["rows"]] == modes
-    assert summary["rows"][1]["identical"] == summary["rows"][5]["identical"] == 1.0
+    assert summary["rows"][1]["identical"] == summary["rows"][6]["identical"] == 1.0
     assert len(summary["kl"]["before"]) == len(summary["kl"]["after"]) >= 1
     out = folder / "eval-model"
     assert json.loads((out / "summary.json").read_text()) == summary
@@ -409,6 +420,25 @@ def test_the_command_writes_and_prints_the_summary_and_does_it_again(folder, cap
     assert {"results.jsonl", "manifest.json", "summary.md", "frontier.png", "frontier.svg", "kl.png"} <= written
     assert main([*command, "--no-plots"]) == 0
     assert json.loads(capsys.readouterr().out) == summary
+
+
+def test_a_full_head_runs_the_modes_that_a_head_drafts_in_the_same_table(tiny_model, folder, capsys):
+    full = tiny_model(mrp_residual=False)
+    save_head(full, folder / "head")
+    command = [*COMMAND, "--full-head", "head", "--no-plots", "--json", "--steps", "2", "--thresholds", "0.5"]
+    assert main([*command, "--compare"]) == 0
+    rows = {row["mode"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert [mode for mode in rows if mode.endswith("-full")] == ["spec-2-full", "direct-2-full"]
+    assert rows["spec-2-full"]["identical"] == 1.0
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    prompts = [prompt_ids(tokenizer, row) for row in ROWS]
+    expected = decode_batch(full, prompts, {"mrp_mode": "direct", "mrp_steps": 2}, max_new_tokens=4)
+    assert rows["direct-2-full"]["forwards"] == sum(result["forwards"] for result in expected)
+    records = [json.loads(line) for line in (folder / "eval-model/full-head/results.jsonl").read_text().splitlines()]
+    found = [record["token_ids"] for record in records if record["mode"] == "direct-2"]
+    assert found == [result["token_ids"] for result in expected]
+    assert main([*command, "--modes", "dynamic"]) == 2
+    assert "the grid holds neither direct nor spec drafted by a head" in capsys.readouterr().err
 
 
 def test_a_grid_of_ones_own_and_options_for_all_modes(folder, capsys):
@@ -424,7 +454,8 @@ def test_a_checkpoint_without_a_head_runs_the_modes_that_need_none(tiny_model, f
     tiny_model(num_mrp_layers=0).save_pretrained(folder / "model")
     assert main([*COMMAND, "--steps", "2", "--thresholds", "0.5", "--no-plots", "--limit", "1", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
-    assert [row["mode"] for row in summary["rows"]] == ["static", "static-2", "static-4", "dynamic-0.5", "spec-2-self"]
+    modes = ["static", "static-2", "static-4", "dynamic-0.5", "wide-narrow-0.5", "spec-2-self"]
+    assert [row["mode"] for row in summary["rows"]] == modes
     assert "kl" not in summary
 
 

@@ -13,7 +13,7 @@ from modeling_mrp.step_rules import StepRule
 
 from .claim_rules import CLAIMS, NO_HEAD, Scale
 from .eval_grid import REFERENCE, REMASK_CRITERIA, grid
-from .evaluation import Settings, evaluate, prompt_ids
+from .evaluation import Settings, evaluate, evaluate_full_head, prompt_ids
 from .head_metrics import HeadMetrics, measure_head
 from .head_probe import kl_by_depth
 from .scorers import Scorer
@@ -332,14 +332,13 @@ def scale_of(model, settings: Settings) -> Scale:
 def _decode(model, tokenizer, rows, scorer, settings: Settings, folder: Path, names, full) -> Decoded:
     """Decode what the claims need; modes of the full head end in -full."""
 
-    def run(of, modes, into) -> list[dict]:
-        return evaluate(of, tokenizer, rows, scorer or (lambda text, row: 0), replace(settings, modes=modes), into)
+    def run(of, modes, into, evaluation=evaluate) -> list[dict]:
+        return evaluation(of, tokenizer, rows, scorer or (lambda text, row: 0), replace(settings, modes=modes), into)
 
     modes = modes_of(names, model.config.block_size, model.mrp_head is not None)
     records, shown = run(model, modes, folder), list(modes)
     if full is not None and "unverified" in names:
         direct = {mode: options for mode, options in modes.items() if mode.startswith("direct-")}
-        theirs = run(full, direct, folder / "full-head")
-        records = records + [record | {"mode": f"{record['mode']}-full"} for record in theirs]
+        records = records + run(full, direct, folder, evaluate_full_head)
         shown += [f"{mode}-full" for mode in direct]
     return Decoded(records, shown, scored=scorer is not None)

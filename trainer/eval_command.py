@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -18,6 +19,7 @@ def main(argv: list[str]):
     options = generate_options(rest)
 
     from . import evaluation, plots
+    from .claims_command import load_full_head
     from .head_probe import check_folder
     from .scorers import check_rows, load_scorer
 
@@ -37,6 +39,7 @@ def main(argv: list[str]):
         raise ValueError(f"no row of {arguments.data} is left: {', '.join(given)}")
 
     model, tokenizer = _load(arguments)
+    full = load_full_head(arguments) if arguments.full_head is not None else None
     settings = evaluation.Settings(
         modes=_modes(arguments, model.config),
         scorer=arguments.scorer,
@@ -50,7 +53,10 @@ def main(argv: list[str]):
         _calibrate(arguments, model, tokenizer, rows, scorer, settings)
         return
     folder = Path(arguments.output or f"eval-{Path(arguments.model).name}")
+    theirs = _modes_to_compare(arguments, settings)
     records = evaluation.evaluate(model, tokenizer, rows, scorer, settings, folder)
+    if theirs is not None:
+        records += evaluation.evaluate_full_head(full, tokenizer, rows, scorer, theirs, folder)
     _report(arguments, model, tokenizer, rows, records, settings, folder)
 
 
@@ -60,6 +66,7 @@ def _parser():
         "Decode every prompt of a jsonl file in every mode of a grid, score the new text, and show accuracy against\n"
         "tokens per forward of the backbone. Results are appended prompt by prompt: the same command goes on where a\n"
         "killed run stopped. Any option of `generate` may follow as --name value and then holds for all modes.\n"
+        "--compare runs the baselines beside the head: static, thresholds, wide-in / narrow-out, self-drafting.\n"
         "The folder gets results.jsonl, manifest.json, summary.json, summary.md and plots.",
         "mrp eval sdar-1.7b-mrp --data gsm8k.jsonl --scorer numeric --compare --thresholds 0.9,0.7,0.5 --output gsm8k",
     )
@@ -72,8 +79,17 @@ def _parser():
         "in a process of its own, which is no sandbox), or module:function of (text, row)",
     )
     parser.add_argument("--modes", help="kinds of modes, by comma (default: static,spec,direct,remask-leave_one_out)")
-    parser.add_argument("--compare", action="store_true", help="add the baselines: control, dynamic, spec-self")
-    parser.add_argument("--thresholds", default="0.9,0.7,0.5", help="of dynamic and remask (default: %(default)s)")
+    parser.add_argument(
+        "--compare", action="store_true", help="add the baselines: control, dynamic, wide-narrow, spec-self"
+    )
+    parser.add_argument(
+        "--full-head",
+        metavar="FOLDER",
+        help="head trained with mrp_residual: false on this backbone; adds the spec and direct modes with it",
+    )
+    parser.add_argument(
+        "--thresholds", default="0.9,0.7,0.5", help="of dynamic, wide-narrow and remask (default: %(default)s)"
+    )
     parser.add_argument("--steps", default="2,3,4", help="K of spec and direct (default: %(default)s)")
     parser.add_argument("--grid", help="YAML of {mode name: {option of generate: value}} instead of these four")
     parser.add_argument("--output", help="folder of the results (default: eval-MODEL)")
@@ -138,6 +154,18 @@ def _modes(arguments, config) -> dict[str, dict]:
     )
 
 
+def _modes_to_compare(arguments, settings):
+    """The settings for the full head, or None when there is none."""
+    from .eval_grid import modes_of_the_head
+
+    if arguments.full_head is None:
+        return None
+    modes = modes_of_the_head(settings.modes)
+    if not modes:
+        raise ValueError("--full-head has nothing to run: the grid holds neither direct nor spec drafted by a head")
+    return replace(settings, modes=modes)
+
+
 def _numbers(name: str, text: str, kind):
     try:
         return [kind(part) for part in text.split(",")]
@@ -157,7 +185,7 @@ def _report(arguments, model, tokenizer, rows, records, settings, folder: Path):
     from .head_probe import kl_by_depth
     from .summary import summarise, table
 
-    summary = summarise(records, list(settings.modes))
+    summary = summarise(records, list(dict.fromkeys(record["mode"] for record in records)))
     if model.mrp_head is not None and arguments.kl_prompts:
         reference = next(iter(settings.modes))
         answers = {record["index"]: record["token_ids"] for record in records if record["mode"] == reference}

@@ -143,7 +143,7 @@ class RevealTrace:
         """What share of a forward each of the first `length` tokens of a row has cost, [length].
 
         A forward is shared equally by the tokens that it revealed; one that revealed only what lies behind the end
-        of text is nobody's.
+        of text, or what was taken back later, is nobody's.
         """
         rounds = self.rounds[row, :length]
         return 1 / rounds.bincount()[rounds].double()
@@ -264,6 +264,12 @@ def evaluate(
                     bar.update()
                 after_batch()
     return records
+
+
+def evaluate_full_head(full, tokenizer, rows: list[dict], scorer: Scorer, settings: Settings, folder) -> list[dict]:
+    """As `evaluate`, into `folder`/full-head, of a head without residual; its modes are named ...-full."""
+    records = evaluate(full, tokenizer, rows, scorer, settings, Path(folder) / "full-head")
+    return [record | {"mode": f"{record['mode']}-full"} for record in records]
 
 
 def _checked(score, name: str) -> float:
