@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from modeling_mrp.masks import CLEAN, Tokens, attention_mask, join, tokens_of_stream
+from modeling_mrp.masks import CLEAN, attention_mask, join, tokens_of_stream
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def backbone_loss(model, batch: Batch) -> torch.Tensor:
     at = torch.arange(batch.clean.shape[1])[None]
     clean = tokens_of_stream(torch.zeros_like(at), at, model.config.block_size, CLEAN, CLEAN)
     noisy = tokens_of_stream(torch.zeros_like(at), at, model.config.block_size, 1, CLEAN)
-    noisy = Tokens(*(field[:, -length:] for field in noisy))
+    noisy = noisy.map(lambda field: field[:, -length:])
     masks = (attention_mask(q, k, "sdpa", model.dtype) for q, k in ((noisy, join([noisy, clean])), (clean, clean)))
     hidden = model.model(
         torch.cat([batch.noisy.flatten(1), batch.clean], dim=1),
