@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,6 @@ from .tiny_tasks import TASKS
 
 SEED = 0
 BLOCK_SIZE = 8
-HEAD_STEPS = 600
 HEAD_ROWS = 32
 HEAD_NORM = 0.1  # from a norm of zero the layers get next to no gradient for hundreds of steps
 DRAFTS = 4
@@ -112,14 +112,17 @@ def visited_rows(backbone, task, scratch: Path, count: int) -> Dataset:
 
 
 def train_head(model: MRPForDiffusionLM, task, scratch: Path) -> None:
-    """Train the head in place, or load it when the scratch folder holds it finished."""
-    finished = scratch / "head"
+    """Train the head in place on random states, or load it when the scratch folder holds it finished."""
+    rows = partial(sample_rows, task.tokenizer, map(task.head_sample, range(task.head_steps * HEAD_ROWS)))
+    train_or_load(model, rows, head_arguments(scratch / "head-training", max_steps=task.head_steps), scratch / "head")
+
+
+def train_or_load(model, make_rows: Callable[[], Dataset], arguments: MRPTrainingArguments, finished: Path) -> None:
+    """Train the head in place, or load it when the folder `finished` holds it; an interrupted training goes on."""
     if finished.exists():
         load_head(model, finished)
         return
-    arguments = head_arguments(scratch / "head-training")
-    rows = sample_rows(task.tokenizer, map(task.head_sample, range(HEAD_STEPS * HEAD_ROWS)))
-    trainer = MRPTrainer(model, arguments, train_dataset=rows, processing_class=task.tokenizer)
+    trainer = MRPTrainer(model, arguments, train_dataset=make_rows())
     interrupted = Path(arguments.output_dir).is_dir() and get_last_checkpoint(arguments.output_dir)
     trainer.train(resume_from_checkpoint=interrupted or None)
     save_head(model.eval(), finished)
@@ -128,7 +131,6 @@ def train_head(model: MRPForDiffusionLM, task, scratch: Path) -> None:
 def head_arguments(output: Path, **changes) -> MRPTrainingArguments:
     """The recipe of the embedded heads."""
     recipe = {
-        "max_steps": HEAD_STEPS,
         "per_device_train_batch_size": HEAD_ROWS,
         "learning_rate": 3e-3,
         "muon_learning_rate": 0.02,

@@ -1,10 +1,10 @@
-"""Train heads by different recipes on one embedded backbone and compare what their drafts are worth.
+"""Train a finished head on by different recipes and compare what its drafts are worth.
 
     python -m hub_cards.compare_heads words
     python -m hub_cards.compare_heads code
 
-Every head sees as many samples of the same prompts. A finished head is kept in the scratch folder and not trained
-again.
+All start from the embedded head, or the one of `build_tiny`'s scratch folder, and see as many samples of the same
+prompts; those that need another kind of head start afresh. A finished head is kept and not trained again.
 """
 
 import argparse
@@ -16,35 +16,37 @@ import torch
 from datasets import Dataset
 
 from modeling_mrp import MRPForDiffusionLM
-from trainer import MRPTrainer
 from trainer.demo import STATIC, run_demo
-from trainer.head_files import load_head, save_head
+from trainer.head_files import load_head
 
-from .build_tiny import build_backbone, head_arguments, sample_rows, visited_rows, with_fresh_head
+from .build_tiny import build_backbone, head_arguments, sample_rows, train_or_load, visited_rows, with_fresh_head
 from .tiny_tasks import TASKS
 
 STEPS = 150
+FRESH_STEPS = 300
 ROWS = 16
 VALIDATION_SAMPLES = 60
 SPEC = {"mrp_mode": "spec"}
 MODES = {"static": STATIC}
 MODES |= {f"{k}": SPEC | {"mrp_steps": k} for k in (2, 4, 8)}
 MODES |= {f"{k} token": SPEC | {"mrp_steps": k, "mrp_acceptance": "token"} for k in (4, 8)}
-WITHOUT_HEAD = "without a head"
+WITHOUT_HEAD, STARTED_FROM = "without a head", "the head that all start from"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One recipe: what differs from the first one of `VARIANTS`.
+    """One recipe.
 
     Attributes:
-        changes: options of `MRPTrainingArguments`.
+        changes: options of `MRPTrainingArguments` that differ from the embedded head's recipe.
         visited: train on the states that decoding visits instead of random ones.
-        layers, residual: of the head.
+        fresh: start afresh, and train for `FRESH_STEPS`.
+        layers, residual: of a fresh head.
     """
 
     changes: dict = field(default_factory=dict)
     visited: bool = False
+    fresh: bool = False
     layers: int = 1
     residual: bool = True
 
@@ -54,33 +56,35 @@ VARIANTS = {
     "one p per sample": Variant({"noise_per_block": False}),
     "confident reveals": Variant({"reveal": "confident"}),
     "visited states": Variant(visited=True),
-    "visited states, K = 1": Variant({"unroll_steps": 1}, visited=True),
     "visited states, K = 7": Variant({"unroll_steps": 7}, visited=True),
     "visited states, total variation": Variant({"divergence": "total_variation"}, visited=True),
     "visited states, KL and chosen position": Variant({"choice_weight": 0.1}, visited=True),
-    "visited states, 2 layers": Variant(visited=True, layers=2),
-    "visited states, full distribution": Variant(visited=True, residual=False),
+    "fresh": Variant(fresh=True),
+    "fresh, K = 1": Variant({"unroll_steps": 1}, fresh=True),
+    "fresh, 2 layers": Variant(fresh=True, layers=2),
+    "fresh, full distribution": Variant(fresh=True, residual=False),
 }
 
 
-def load_backbone(task, scratch: Path) -> MRPForDiffusionLM:
-    """The task's backbone: a finished one of the scratch folder, else of the embedded checkpoint."""
-    if (scratch / "backbone.pt").exists():
-        return build_backbone(task, scratch)
-    return MRPForDiffusionLM.from_pretrained(task.folder)
-
-
-def train_variant(variant: Variant, backbone, task, rows: dict[bool, Dataset], folder: Path) -> MRPForDiffusionLM:
-    """The variant's model, trained when `folder` does not hold its head yet."""
-    model = with_fresh_head(backbone, task, variant.layers, variant.residual)
-    if (folder / "head").exists():
-        load_head(model, folder / "head")
-        return model.eval()
-    changes = {"max_steps": STEPS, "per_device_train_batch_size": ROWS, "save_strategy": "no"}
-    arguments = head_arguments(folder / "training", **changes | variant.changes)
-    MRPTrainer(model, arguments, train_dataset=rows[variant.visited], processing_class=task.tokenizer).train()
-    save_head(model.eval(), folder / "head")
+def load_model(task, scratch: Path) -> MRPForDiffusionLM:
+    """Backbone and head to start from: finished ones of the scratch folder, else the embedded checkpoint's."""
+    if not (scratch / "head").exists():
+        return MRPForDiffusionLM.from_pretrained(task.folder)
+    model = with_fresh_head(build_backbone(task, scratch), task)
+    load_head(model, scratch / "head")
     return model
+
+
+def train_variant(variant: Variant, start, task, rows: dict[bool, Dataset], folder: Path) -> MRPForDiffusionLM:
+    """The variant's model, trained when `folder` does not hold its head yet."""
+    model = with_fresh_head(start, task, variant.layers, variant.residual)
+    changes = {"max_steps": FRESH_STEPS, "per_device_train_batch_size": ROWS}
+    if not variant.fresh:
+        model.load_state_dict(start.state_dict())
+        changes |= {"max_steps": STEPS, "muon_learning_rate": 0.01, "learning_rate": 1.5e-3}
+    arguments = head_arguments(folder / "training", **changes | variant.changes)
+    train_or_load(model, lambda: rows[variant.visited], arguments, folder / "head")
+    return model.eval()
 
 
 def forwards_saved(model, task, samples, **options) -> dict[str, float]:
@@ -92,22 +96,26 @@ def forwards_saved(model, task, samples, **options) -> dict[str, float]:
 
 def compare(task, scratch: Path, names: list[str]) -> dict[str, dict[str, float]]:
     scratch.mkdir(parents=True, exist_ok=True)
-    backbone = load_backbone(task, scratch)
+    start = load_model(task, scratch)
     samples = task.held_out("validation", VALIDATION_SAMPLES)
-    count = STEPS * ROWS
-    rows = {False: sample_rows(task.tokenizer, map(task.head_sample, range(count)))}
-    rows[True] = visited_rows(backbone, task, scratch, count)
-    print(f"{STEPS} steps of {ROWS} samples; forwards saved on {len(samples)} validation samples, greedy\n")
+    rows = {False: sample_rows(task.tokenizer, map(task.head_sample, range(FRESH_STEPS * ROWS)))}
+    rows[True] = visited_rows(start, task, scratch, STEPS * ROWS)
+    print(
+        f"{STEPS} steps of {ROWS} samples, fresh heads {FRESH_STEPS}; "
+        f"forwards saved on {len(samples)} validation samples, greedy\n"
+    )
     columns = list(MODES)[1:]
     print("| head | " + " | ".join(f"K = {name}" for name in columns) + " |")
     print("|---" * (len(columns) + 1) + "|", flush=True)
     results = {}
-    for name in [WITHOUT_HEAD, *names]:
+    for name in [WITHOUT_HEAD, STARTED_FROM, *names]:
         if name == WITHOUT_HEAD:
-            found = forwards_saved(with_fresh_head(backbone, task), task, samples, mrp_draft="self")
+            found = forwards_saved(start, task, samples, mrp_draft="self")
+        elif name == STARTED_FROM:
+            found = forwards_saved(start, task, samples)
         else:
             folder = scratch / "heads" / name.replace(" ", "-")
-            found = forwards_saved(train_variant(VARIANTS[name], backbone, task, rows, folder), task, samples)
+            found = forwards_saved(train_variant(VARIANTS[name], start, task, rows, folder), task, samples)
         results[name] = found
         print(f"| {name} | " + " | ".join(f"{found[column]:.2f}" for column in columns) + " |", flush=True)
     return results
