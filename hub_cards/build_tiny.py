@@ -23,7 +23,7 @@ from trainer.cards import render_card
 from trainer.decode_evaluation import acceptance_range
 from trainer.demo import REMASK, STATIC, Row, run_demo
 from trainer.head_files import load_head, save_head
-from trainer.trajectories import trajectories
+from trainer.trajectories import packed, trajectories
 
 from .tiny_backbone import encode_sample, train_backbone
 from .tiny_tasks import TASKS
@@ -31,6 +31,8 @@ from .tiny_tasks import TASKS
 SEED = 0
 BLOCK_SIZE = 8
 HEAD_ROWS = 32
+REFINE_SAMPLES = 4800
+REFINEMENT = {"muon_learning_rate": 0.01, "learning_rate": 1.5e-3, "per_device_train_batch_size": 16}
 HEAD_NORM = 0.1  # from a norm of zero the layers get next to no gradient for hundreds of steps
 DRAFTS = 4
 TEST_SAMPLES = 200
@@ -115,6 +117,17 @@ def train_head(model: MRPForDiffusionLM, task, scratch: Path) -> None:
     """Train the head in place on random states, or load it when the scratch folder holds it finished."""
     rows = partial(sample_rows, task.tokenizer, map(task.head_sample, range(task.head_steps * HEAD_ROWS)))
     train_or_load(model, rows, head_arguments(scratch / "head-training", max_steps=task.head_steps), scratch / "head")
+
+
+def refine_head(model: MRPForDiffusionLM, task, scratch: Path) -> None:
+    """Train the head on, on the states that decoding visits: what `compare_heads` found best."""
+
+    def rows():
+        visited = visited_rows(model, task, scratch, REFINE_SAMPLES)
+        return Dataset.from_list(packed(list(visited), max(sum(row["lengths"]) for row in visited)))
+
+    arguments = head_arguments(scratch / "refinement", max_steps=task.refine_steps, **REFINEMENT)
+    train_or_load(model, rows, arguments, scratch / "refined-head")
 
 
 def train_or_load(model, make_rows: Callable[[], Dataset], arguments: MRPTrainingArguments, finished: Path) -> None:
@@ -242,6 +255,12 @@ def build(task, scratch: Path, destination: Path) -> None:
     steps.seconds["backbone"] = torch.load(scratch / "backbone.pt", weights_only=True)["seconds"]
     model = with_fresh_head(backbone, task)
     steps.run("head", train_head, model, task, scratch)
+    finish(model, task, steps, scratch, destination)
+
+
+def finish(model: MRPForDiffusionLM, task, steps: Steps, scratch: Path, destination: Path) -> None:
+    """All behind the head's first training: refinement, figures, and the folder."""
+    steps.run("refinement", refine_head, model, task, scratch)
     model.config.calibrated_remask_threshold = steps.run("threshold", choose_residual_threshold, model, task)
     model.config.trained_acceptance = steps.run("acceptance", measure_acceptance, model, task)
     samples = task.held_out("test", TEST_SAMPLES)

@@ -59,6 +59,8 @@ VARIANTS = {
     "visited states, K = 7": Variant({"unroll_steps": 7}, visited=True),
     "visited states, total variation": Variant({"divergence": "total_variation"}, visited=True),
     "visited states, KL and chosen position": Variant({"choice_weight": 0.1}, visited=True),
+    "visited states, KL and chosen position x 5": Variant({"choice_weight": 0.5}, visited=True),
+    "random states, KL and chosen position": Variant({"choice_weight": 0.1}),
     "fresh": Variant(fresh=True),
     "fresh, K = 1": Variant({"unroll_steps": 1}, fresh=True),
     "fresh, 2 layers": Variant(fresh=True, layers=2),

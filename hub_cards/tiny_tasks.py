@@ -32,6 +32,7 @@ class WordProblems:
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12, "head_dim": 32}
     recipe = Recipe(steps=1700)
     head_steps = 600
+    refine_steps = 300
     statements = 4864
     right_when = "every step, name, thing and number right"
 
@@ -83,6 +84,7 @@ class PythonFunctions:
     shape = {"hidden_size": 160, "intermediate_size": 384, "num_hidden_layers": 8, "head_dim": 40}
     recipe = Recipe(steps=2400, pool_batches=16)
     head_steps = 400
+    refine_steps = 600
     right_when = None  # a body can be right in too many ways
 
     @cached_property

@@ -173,7 +173,7 @@ class Small:
 
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     recipe = Recipe(steps=2, rows=2, pool_batches=1)
-    head_steps = 2
+    head_steps = refine_steps = 2
     answer_tokens = 4
 
 
@@ -191,7 +191,7 @@ def test_the_whole_build_in_small(tmp_path, monkeypatch, kind):
     from transformers import AutoModel, AutoTokenizer
 
     task = kind()
-    constants = {"HEAD_ROWS": 2, "TEST_SAMPLES": 2, "VALIDATION_SAMPLES": 2}
+    constants = {"HEAD_ROWS": 2, "REFINE_SAMPLES": 4, "TEST_SAMPLES": 2, "VALIDATION_SAMPLES": 2}
     for name, value in constants.items():
         monkeypatch.setattr(build_tiny, name, value)
     monkeypatch.setattr(build_tiny, "RESIDUAL_THRESHOLDS", (0.5, 1.0))
