@@ -31,8 +31,13 @@ from .tiny_tasks import TASKS
 SEED = 0
 BLOCK_SIZE = 8
 HEAD_ROWS = 32
-REFINE_SAMPLES = 4800
-REFINEMENT = {"muon_learning_rate": 0.01, "learning_rate": 1.5e-3, "per_device_train_batch_size": 16}
+REFINE_SAMPLES = 2400
+REFINEMENT = {
+    "choice_weight": 0.1,
+    "muon_learning_rate": 0.01,
+    "learning_rate": 1.5e-3,
+    "per_device_train_batch_size": 16,
+}
 HEAD_NORM = 0.1  # from a norm of zero the layers get next to no gradient for hundreds of steps
 DRAFTS = 4
 TEST_SAMPLES = 200
