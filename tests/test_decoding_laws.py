@@ -140,16 +140,16 @@ def test_more_drafts_than_masks_are_left(tiny_model, prompts):
 
 @pytest.mark.parametrize("draft", ["head", "self"])
 def test_token_acceptance_reveals_only_what_the_backbone_would_choose(tiny_model, prompts, draft):
-    """With a floor of 1 nothing but the certain step passes; with 0 every accepted token is the backbone's choice."""
+    """With a floor of 1 only the backbone's own next step passes; with 0 any token that it would choose."""
     model = sharp_head(tiny_model(block_size=8))
     inputs = batch(prompts)
-    expected, exact = generate(model, inputs)
+    expected, _ = generate(model, inputs)
     options = {"mrp_mode": "spec", "mrp_steps": 4, "mrp_draft": draft, "mrp_acceptance": "token"}
     strict, output = generate(model, inputs, mrp_acceptance_floor=1.0, **options)
-    assert strict.tolist() == expected.tolist()
-    assert output.stats.drafts_accepted.sum() == 0
-    _, free = generate(model, inputs, mrp_acceptance_floor=0.0, **options)
     _, lossless = generate(model, inputs, **options | {"mrp_acceptance": "exact"})
+    assert strict.tolist() == expected.tolist()
+    assert output.stats.drafts_accepted.tolist() == lossless.stats.drafts_accepted.tolist()
+    _, free = generate(model, inputs, mrp_acceptance_floor=0.0, **options)
     assert free.stats.backbone_forwards.sum() <= lossless.stats.backbone_forwards.sum()
 
 

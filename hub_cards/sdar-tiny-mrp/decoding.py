@@ -241,12 +241,11 @@ class Decoder:
     def _confirmed(self, candidates: Candidates, read, following) -> torch.Tensor:
         """Which candidates the backbone reaches too, [R, C]: a prefix of each chain, the first always."""
         drafted = candidates.blocks[:, 1:]
+        agrees = (following[:, :-1] == drafted).all(-1)
         if self.options.mrp_acceptance == "token":
             new = drafted != candidates.blocks[:, :-1]
             sure = read.confidence[:, :-1] >= self.options.mrp_acceptance_floor
-            agrees = (((read.token[:, :-1] == drafted) & sure) | ~new).all(-1)
-        else:
-            agrees = (following[:, :-1] == drafted).all(-1)
+            agrees = agrees | (((read.token[:, :-1] == drafted) & sure) | ~new).all(-1)
         first = torch.ones_like(candidates.live[:, :1])
         return torch.cat([first, agrees & candidates.live[:, 1:]], dim=1).cumprod(1).bool()
 

@@ -21,8 +21,8 @@ class DecodingOptions:
         mrp_steps: look-ahead K >= 1.
         mrp_draft: who drafts in spec: "head", or "self" (the backbone's last known logits).
         mrp_drafts_per_head_step: draft steps of a chain that share one head step, >= 1.
-        mrp_acceptance: "exact" (lossless) or "token" (order is free, see `mrp_acceptance_floor`).
-        mrp_acceptance_floor: confidence in [0, 1] that token acceptance asks of the backbone.
+        mrp_acceptance: "exact" (lossless), or "token": also where the order differs (see `mrp_acceptance_floor`).
+        mrp_acceptance_floor: confidence in [0, 1] that token acceptance asks of the backbone out of order.
         mrp_draft_threshold: stop a chain before a draft whose confidence is below it; None: never.
         remasking_strategy: the step rule; remask proposes by the dynamic one.
         denoising_steps: static and sequential reveal ceil(block_size / denoising_steps) tokens a step.
