@@ -84,7 +84,7 @@ class PythonFunctions:
     shape = {"hidden_size": 160, "intermediate_size": 384, "num_hidden_layers": 8, "head_dim": 40}
     recipe = Recipe(steps=2400, pool_batches=16)
     head_steps = 400
-    refine_steps = 600
+    refine_steps = 400
     right_when = None  # a body can be right in too many ways
 
     @cached_property
