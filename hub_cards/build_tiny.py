@@ -200,8 +200,9 @@ def figures_text(task, rows: list[Row], seconds: dict[str, float], quality: str 
         [
             task.description,
             "",
-            f"Measured on {TEST_SAMPLES} held-out samples, greedy, float32, {torch.get_num_threads()} CPU threads; "
-            "forwards of the backbone all counted, time ratio: static's time over the mode's.",
+            f"Measured on {TEST_SAMPLES} held-out samples, greedy, float32, on a CPU (threads: "
+            f"{torch.get_num_threads()}); forwards of the backbone all counted, time ratio: static's time over the "
+            "mode's.",
             "",
             *markdown_table(rows),
             "",

@@ -1,4 +1,4 @@
-"""The embedded checkpoint: complete as a Hub folder, and the laws hold on real problems."""
+"""The embedded checkpoints: complete as a Hub folder, and the laws hold on real problems."""
 
 import pytest
 import torch
@@ -101,6 +101,38 @@ def test_the_demo_keeps_its_promises(model):
     lost = rows["static"].accuracy - rows["dynamic-0.5"].accuracy
     assert rows["remask-leave_one_out"].accuracy - rows["dynamic-0.5"].accuracy >= lost / 2
     assert rows["remask-leave_one_out"].tokens_per_forward >= 2.5
+
+
+@pytest.fixture(scope="module")
+def code():
+    """Model, task and twelve held-out functions of the code checkpoint."""
+    task = TASKS["code"]
+    return AutoModelForCausalLM.from_pretrained(task.folder), task, task.held_out("validation", 12)
+
+
+@pytest.mark.parametrize("draft", ["head", "self"])
+def test_spec_equals_backbone_only_decoding_on_code(code, draft):
+    model, task, samples = code
+    inputs = task.tokenizer([sample.prompt for sample in samples], return_tensors="pt", padding=True)
+    expected, plain = new_tokens(model, inputs, mrp_mode=None)
+    for steps in (2, 4, 8):
+        new, output = new_tokens(model, inputs, mrp_mode="spec", mrp_steps=steps, mrp_draft=draft)
+        assert new.tolist() == expected.tolist(), f"K = {steps}"
+        assert output.stats.backbone_forwards.sum() < plain.stats.backbone_forwards.sum()
+
+
+@pytest.mark.slow
+def test_completions_of_held_out_functions_parse_more_often_than_not(code):
+    model, task, _ = code
+    samples = task.held_out("test", 60)
+    inputs = task.tokenizer([sample.prompt for sample in samples], return_tensors="pt", padding=True)
+    ids = model.generate(**inputs, max_new_tokens=task.answer_tokens)[:, inputs["input_ids"].shape[1] :]
+    assert task.parsing_share(samples, task.tokenizer.batch_decode(ids, skip_special_tokens=True)) > 0.5
+
+
+def test_demo_completes_a_function_of_the_users(capsys):
+    main(["--model", "code", "--prompt", "def name(self):"])
+    assert "return self" in capsys.readouterr().out
 
 
 def test_demo_answers_a_prompt_of_the_users(capsys):
