@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from modeling_mrp import MRPForDiffusionLM
 from trainer.hub import check_folder, convert, load_head, push, render_card, save_head
+from trainer.weight_files import fetch
 
 HEAD = "mrp_modules.0.model."
 BLOCK4 = Path(__file__).parent / "golden" / "block4"
@@ -476,3 +477,11 @@ def test_a_card_is_filled_in_and_its_front_matter_parses(tiny_model, layers):
     assert "$" not in card and "| a |" in card
     assert {0: "| none |", 1: "| 1 layer |", 3: "| 3 layers |"}[layers] in card
     assert ('"direct"' in card) == (layers > 0)
+
+
+def test_the_name_of_an_embedded_checkpoint_is_its_folder_unless_one_lies_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder, commit = fetch("sdar-tiny-mrp")
+    assert (folder / "model.safetensors").is_file() and commit is None
+    (tmp_path / "sdar-tiny-mrp").mkdir()
+    assert fetch("sdar-tiny-mrp")[0].resolve() == tmp_path / "sdar-tiny-mrp"

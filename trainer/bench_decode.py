@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle, islice
-from pathlib import Path
 
 import torch
 from transformers import Qwen3ForCausalLM
 
-import hub_cards
 from hub_cards.word_problems import problems
 from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.sampling import Sampler
@@ -24,7 +22,6 @@ from .demo import mode_options
 from .generate_command import encode, load, read_prompts
 from .plain_sdar_loop import plain_sdar_loop
 
-MODELS = Path(hub_cards.__file__).parent
 STATIC, PLAIN, AUTOREGRESSIVE = "static", "plain-sdar", "autoregressive"
 REFERENCES = (STATIC, PLAIN, AUTOREGRESSIVE)  # the ratios are to these
 PLAIN_DYNAMIC = "plain-sdar-dynamic-0.9"
@@ -356,8 +353,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_at_least_one(batch_sizes=arguments.batch_sizes)
     arguments.prompts = max(arguments.batch_sizes) if arguments.prompts is None else arguments.prompts
     check_at_least_one(prompts=arguments.prompts)
-    embedded = MODELS / arguments.model
-    arguments.model = str(embedded) if (embedded / "config.json").is_file() else arguments.model
     model, tokenizer = load(arguments)
     prompts = model_prompts(arguments, tokenizer)
     decode = partial(

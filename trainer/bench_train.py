@@ -7,11 +7,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
-import hub_cards
 from modeling_mrp import MRPForDiffusionLM
 
 from .arguments import MRPTrainingArguments
@@ -19,8 +17,8 @@ from .bench_shapes import CPU_LAYERS, SHAPES, random_model
 from .bench_timing import DTYPES, check_at_least_one, interleaved, machine, median_ratio
 from .cli import command_parser
 from .mrp_trainer import MRPTrainer
+from .weight_files import fetch
 
-MODELS = Path(hub_cards.__file__).parent
 PRODUCT_ELEMENTS = 2**25  # logits that the bare matrix products hold at one time
 
 
@@ -244,8 +242,7 @@ def build_model(options, device: torch.device, dtype: torch.dtype) -> MRPForDiff
         layers = options.layers or (shape.num_hidden_layers if device.type == "cuda" else CPU_LAYERS)
         head_layers = options.head_layers or 3
         return random_model(shape, layers, head_layers, options.block_size, dtype, device, options.sequence_length)
-    embedded = MODELS / options.model
-    source = str(embedded) if (embedded / "config.json").is_file() else options.model
+    source = fetch(options.model)[0]
     return MRPForDiffusionLM.from_backbone(source, num_mrp_layers=options.head_layers, dtype=dtype).to(device)
 
 

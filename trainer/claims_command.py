@@ -5,7 +5,6 @@ import shlex
 import tempfile
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 
 from .cli import command_parser
 
@@ -142,15 +141,13 @@ def _right(task, samples):
 
 
 def _embedded_task(arguments):
-    """The task of an embedded checkpoint, by its name or folder; MODEL then becomes the folder."""
+    """The task of an embedded checkpoint, by its name or folder."""
     from hub_cards.tiny_tasks import TASKS
 
-    for task in TASKS.values():
-        named = arguments.model == task.folder.name and not Path(arguments.model).is_dir()
-        if named or Path(arguments.model).resolve() == task.folder.resolve():
-            arguments.model = str(task.folder)
-            return task
-    return None
+    from .weight_files import fetch
+
+    folder = fetch(arguments.model, arguments.revision)[0].resolve()
+    return next((task for task in TASKS.values() if task.folder.resolve() == folder), None)
 
 
 def load_full_head(arguments):

@@ -10,23 +10,28 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
+import hub_cards
+
 from .peft_head import merged_tensors
 
 logger = logging.get_logger(__name__)
 
+EMBEDDED = Path(hub_cards.__file__).parent
 READ_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SAMPLES = 64  # values of each tensor that enter the hash of a backbone
 
 
 def fetch(source, revision: str | None = None) -> tuple[Path, str | None]:
-    """The local folder of a folder or Hub id, and the commit it is at (None for a folder).
+    """The local folder of a folder, an embedded checkpoint's name or a Hub id, and the commit it is at (None: none).
 
     Raises:
         OSError: when it is neither.
     """
     if Path(source).is_dir():
         return Path(source), None
+    if (EMBEDDED / source / "config.json").is_file():
+        return EMBEDDED / source, None
     try:
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=READ_PATTERNS))
     except (OSError, ValueError) as error:  # of the network, of the Hub, of the form of the id
