@@ -1,0 +1,346 @@
+"""The decoding engine: one loop for every mode.
+
+A round is one forward of the backbone over candidate states of the current block of every row. The backbone's own
+step on the last state that it confirms is always taken, so each round gains at least that step. The modes differ in
+what else a round does: `spec` drafts the further candidates, `direct` and `remask` let the head change the state
+after the step. `remask` by the backbone itself takes back tokens of earlier steps, fewer than the step reveals.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .block_cache import BlockCache
+from .block_state import BlockState
+from .masks import CLEAN, PADDING, Tokens
+from .options import DecodingOptions
+from .sampling import Sampler
+from .step_rules import confidence_rank
+
+BACKBONE, HEAD, PREFILL = 0, 1, 2  # rows of BlockState.forwards
+
+
+class Candidates(NamedTuple):
+    """States of the current block that one forward reads.
+
+    Attributes:
+        blocks: [R, C, B]; live: which are real, [R, C]; stream: what the masks know them by, [C], see masks.py.
+    """
+
+    blocks: torch.Tensor
+    live: torch.Tensor
+    stream: torch.Tensor
+
+
+class Decoder:
+    """Decodes the rows of one `BlockState`.
+
+    Args:
+        model: an `MRPForDiffusionLM`.
+        state: the rows.
+        options: how.
+        sampler: reads tokens off logits.
+        pad_token_id: fills what logits processors see of shorter rows.
+    """
+
+    def __init__(self, model, state: BlockState, options: DecodingOptions, sampler: Sampler, pad_token_id: int = 0):
+        self.model = model
+        self.state = state
+        self.options = options
+        self.sampler = sampler
+        self.pad_token_id = pad_token_id
+        self.rule = options.step_rule
+        # a finished prompt block and the next one, or K candidates, behind the last block but one
+        capacity = state.width + max(options.candidates, 2) * state.block_size
+        if options.mrp_mode == "remask" and not options.revokes:
+            capacity += state.block_size**2  # leave-one-out states
+        self.cache = BlockCache(len(state.tokens), capacity, state.block_size, state.tokens.device)
+
+    def run(self, on_progress):
+        """Decode until no row runs; `on_progress(state)` is called after every round and may stop rows."""
+        state = self.state
+        while state.running_rows:
+            self.context = state.finished_tokens(self.pad_token_id) if self.sampler.processes else None
+            candidates = self.draft_chain()
+            if self.options.revokes:
+                hidden, shadow = self.forward_candidates(self.with_shadow(candidates)).split(1, dim=1)
+                self.shadow_hidden = shadow[:, 0]
+            else:
+                hidden = self.forward_candidates(candidates)
+            self.verify_and_step(candidates, hidden)
+            if self.options.mrp_mode == "direct":
+                self.step_from_corrected_logits()
+            state.advance()
+            on_progress(state)
+            state.synchronise()
+
+    # -- drafts
+
+    def draft_chain(self) -> Candidates:
+        """The current state and up to K - 1 drafted ones behind it.
+
+        The current state already holds the backbone's certain step, the first draft of the round. A row that has
+        just opened its block knows no logits to draft from and has one candidate.
+        """
+        state = self.state
+        block, hidden = state.block, state.hidden
+        blocks, live = [block], [state.running]
+        drafting = state.running & ~state.opening
+        logits = None
+        for depth in range(1, self.options.candidates if state.running_rows > state.opening_rows else 1):
+            if self.options.mrp_draft == "head" and (depth - 1) % self.options.mrp_drafts_per_head_step == 0:
+                hidden = self.corrected_hidden(block[:, None], hidden[:, None], drafting[:, None])[:, 0]
+                logits = None
+            if logits is None:
+                logits = self.model.logits(hidden)
+            read = self.sampler.read(logits, state.positions, state.steps + depth - 1, self.context)
+            reveal = self.rule(read.confidence, read.entropy, block == state.mask_token_id)
+            if self.options.mrp_draft_threshold is not None:
+                lowest = read.confidence.masked_fill(~reveal, torch.inf).amin(-1)
+                drafting = drafting & (lowest >= self.options.mrp_draft_threshold)
+            block = torch.where(reveal, read.token, block)
+            drafting = drafting & ~state.settled(block)  # a settled state needs no logits
+            if not drafting.any():
+                break
+            blocks.append(block)
+            live.append(drafting)
+            state.proposed[:, depth] += drafting
+        stream = torch.arange(1, len(blocks) + 1, device=block.device)
+        return Candidates(torch.stack(blocks, dim=1), torch.stack(live, dim=1), stream)
+
+    def with_shadow(self, candidates: Candidates) -> Candidates:
+        """The current state and its shadow of masks, which asks for each of its tokens again."""
+        shadow = torch.full_like(candidates.blocks, self.state.mask_token_id)
+        asks = self.state.revocable.any(-1, keepdim=True)  # a block that has just opened has nothing to ask about
+        return Candidates(
+            torch.cat([candidates.blocks, shadow], dim=1),
+            torch.cat([candidates.live, candidates.live & asks], dim=1),
+            torch.cat([candidates.stream, -candidates.stream]),
+        )
+
+    # -- forwards
+
+    def forward_candidates(self, candidates: Candidates) -> torch.Tensor:
+        """One forward of the backbone: [pending clean blocks | candidates]; h of the candidates, [R, C, B, H].
+
+        The clean blocks ride along and are committed to the cache, so no forward only stores. A state and its shadow
+        are one forward too, over twice the block's positions.
+        """
+        state, size = self.state, self.state.block_size
+        rows, count = candidates.live.shape
+        groups = self._groups(candidates.live)
+        clean_ids, clean_positions, clean_real = state.clean_blocks(state.max_pending)
+
+        # group g of a row is its clean block g, or behind these its candidate g - pending
+        pending = (state.pending * state.running)[:, None]
+        group = torch.arange(groups, device=pending.device)[None]
+        number = (group - pending).clamp(0, count - 1)
+        is_candidate = (group >= pending) & (group - pending < count) & candidates.live.gather(1, number)
+        ids = candidates.blocks.gather(1, number[..., None].expand(-1, -1, size))
+        positions = state.positions[:, None].expand(rows, groups, size)
+        stream = candidates.stream[number][..., None].expand(rows, groups, size)
+        real = is_candidate[..., None].expand(rows, groups, size)
+        if state.max_pending:
+            fill = groups - state.max_pending
+            ids, positions, stream, real = (
+                torch.where(_extend(clean_real, fill), _extend(ours, fill), theirs)
+                for ours, theirs in (
+                    (clean_ids, ids),
+                    (clean_positions, positions),
+                    (torch.full_like(clean_ids, CLEAN), stream),
+                    (clean_real, real),
+                )
+            )
+        tokens = self._tokens(positions, stream, real)
+        hidden = self.model.backbone_hidden_states(
+            ids.flatten(1), positions.flatten(1), tokens, self.cache.place(tokens), self.cache
+        ).unflatten(1, (groups, size))
+
+        state.forwards[BACKBONE] += state.running
+        state.forwards[PREFILL] += state.running & (state.forwards[BACKBONE] == 1) & (state.pending > 0)
+        if state.max_pending:
+            self._commit(clean_ids, clean_positions, clean_real, hidden[:, : state.max_pending])
+        at = (pending + torch.arange(count, device=pending.device)).clamp(max=groups - 1)
+        return hidden.gather(1, at[..., None, None].expand(-1, -1, *hidden.shape[2:]))
+
+    def _groups(self, live: torch.Tensor) -> int:
+        """Width of the packed forward in blocks: the most that a row needs."""
+        if not self.state.max_pending:
+            return live.shape[1]
+        return int((self.state.pending * self.state.running + live.sum(1)).max())
+
+    def _commit(self, ids, positions, real, hidden):
+        """Keep the clean blocks' keys and values, after the head has added its own from their hidden states."""
+        state = self.state
+        if self.options.uses_head:
+            tokens = self._tokens(positions, torch.full_like(ids, CLEAN), real)
+            keys = self.cache.place(tokens)
+            self.model.corrected_hidden_states(
+                ids.flatten(1), hidden.flatten(1, 2), positions.flatten(1), tokens, keys, self.cache
+            )
+            state.forwards[HEAD] += real.any(-1).any(-1)
+        committed = state.pending * state.running
+        self.cache.commit(committed * state.block_size, state.next_longest)
+        state.pending = state.pending - committed
+
+    def corrected_hidden(self, blocks, hidden, real) -> torch.Tensor:
+        """acc_k, [R, G, B, H], of states [R, G, B] of the current block after hidden states [R, G, B, H].
+
+        The states do not see one another; `real` [R, G] marks those that count.
+        """
+        state = self.state
+        positions = state.positions[:, None].expand_as(blocks)
+        stream = torch.arange(1, blocks.shape[1] + 1, device=blocks.device)[None, :, None].expand_as(blocks)
+        tokens = self._tokens(positions, stream, real[..., None].expand_as(blocks))
+        corrected = self.model.corrected_hidden_states(
+            blocks.flatten(1), hidden.flatten(1, 2), positions.flatten(1), tokens, self.cache.place(tokens), self.cache
+        )
+        state.forwards[HEAD] += real.any(1)
+        return corrected.unflatten(1, blocks.shape[1:])
+
+    def _tokens(self, positions, stream, real) -> Tokens:
+        """Mask fields, flattened to [R, G * B], of groups that all take the clean prefix as context."""
+        segment = torch.where(real, 0, PADDING)
+        block = positions // self.state.block_size
+        position = positions if self.options.revokes else None
+        return Tokens(segment, block, stream, torch.full_like(stream, CLEAN), position).map(lambda f: f.flatten(1))
+
+    # -- verification and steps
+
+    def verify_and_step(self, candidates: Candidates, hidden: torch.Tensor):
+        """Go to the last candidate that the backbone confirms, and take the backbone's own step on it."""
+        state, row = self.state, torch.arange(len(hidden), device=hidden.device)
+        count = candidates.live.shape[1]
+        depth = torch.arange(count, device=hidden.device)
+        positions = state.positions[:, None].expand_as(candidates.blocks)
+        read = self.sampler.read(self.model.logits(hidden), positions, state.steps[:, None] + depth, self.context)
+        masked = candidates.blocks == state.mask_token_id
+        reveal = self.rule(read.confidence, read.entropy, masked)
+        following = torch.where(reveal, read.token, candidates.blocks)  # the backbone's step on every candidate
+
+        confirmed = self._confirmed(candidates, read, following)
+        last = confirmed.sum(1) - 1  # the first candidate is certain
+        state.accepted += torch.nn.functional.pad(confirmed & (depth > 0), (0, state.accepted.shape[1] - count))
+        drafted = candidates.blocks[row, last]
+        # masked in the first j candidates on the way: revealed at the step on the j-th
+        steps = state.steps[:, None] + (masked & (depth <= last[:, None])[..., None]).sum(1) - 1
+        state.write(drafted, state.running, steps, by_head=self.options.mrp_draft == "head")
+        if self.sampler.with_scores:
+            self._write_path_scores(candidates, following, read.scores, last)
+        state.hidden = hidden[row, last]
+        step = following[row, last]
+        if self.options.revokes:
+            step = self.narrow_out(drafted, reveal[row, last], step)
+            steps = steps.masked_fill(step == state.mask_token_id, -1)
+        elif self.options.mrp_mode == "remask":
+            step = self.remask(drafted, reveal[row, last], read.confidence[row, last], step)
+        state.write(step, state.running, steps)
+        state.steps = state.steps + torch.where(state.running, last + 1, 0)
+        state.opening = torch.zeros_like(state.opening)
+
+    def _confirmed(self, candidates: Candidates, read, following) -> torch.Tensor:
+        """Which candidates the backbone reaches too, [R, C]: a prefix of each chain, the first always."""
+        drafted = candidates.blocks[:, 1:]
+        agrees = (following[:, :-1] == drafted).all(-1)
+        if self.options.mrp_acceptance == "token":
+            new = drafted != candidates.blocks[:, :-1]
+            sure = read.confidence[:, :-1] >= self.options.mrp_acceptance_floor
+            agrees = agrees | (((read.token[:, :-1] == drafted) & sure) | ~new).all(-1)
+        first = torch.ones_like(candidates.live[:, :1])
+        return torch.cat([first, agrees & candidates.live[:, 1:]], dim=1).cumprod(1).bool()
+
+    def _write_path_scores(self, candidates: Candidates, following, scores, last):
+        """Scores of every token revealed on the way from the first candidate through the step on the last."""
+        state, row = self.state, torch.arange(len(last), device=last.device)
+        for depth in range(candidates.live.shape[1]):
+            beyond = (depth < last) & state.running
+            ends = (depth == last) & state.running
+            after = candidates.blocks[:, min(depth + 1, candidates.live.shape[1] - 1)]
+            after = torch.where(ends[:, None], following[row, last], after)
+            changed = (after != candidates.blocks[:, depth]) & (beyond | ends)[:, None]
+            state.write_scores(scores[:, depth], changed)
+
+    def step_from_corrected_logits(self):
+        """`direct`: up to K steps by the same rule on corrected logits, unverified."""
+        state, hidden = self.state, self.state.hidden
+        for _ in range(self.options.mrp_steps):
+            block = state.block
+            stepping = state.running & ~state.settled(block)
+            if not stepping.any():
+                return
+            hidden = self.corrected_hidden(block[:, None], hidden[:, None], stepping[:, None])[:, 0]
+            read = self.sampler.read(self.model.logits(hidden), state.positions, state.steps, self.context)
+            reveal = self.rule(read.confidence, read.entropy, block == state.mask_token_id)
+            if self.sampler.with_scores:
+                state.write_scores(read.scores, reveal & stepping[:, None])
+            after = torch.where(reveal, read.token, block)
+            state.write(after, stepping, state.steps[:, None].expand_as(block), by_head=True)
+            state.steps = state.steps + stepping.long()
+
+    # -- remask
+
+    def narrow_out(self, before, proposed, after) -> torch.Tensor:
+        """The state [R, B] that is left of a step once tokens of earlier steps that are doubted now are masked again.
+
+        A token is doubted when its confidence, were it alone masked, is below the threshold (the shadow has asked
+        this in the very forward that the step reads). The least sure go first, and fewer than the step reveals, so a
+        block ends after at most block_size rounds whatever the thresholds are.
+
+        Args:
+            before, after: the state before the step and with everything that it reveals, [R, B].
+            proposed: the positions that it reveals, [R, B].
+        """
+        confidence = self.sampler.confidence_of(self.model.logits(self.shadow_hidden), before, self.context)
+        doubted = self.state.revocable & (confidence < self.options.keep_threshold)
+        fewer = confidence_rank(-confidence, doubted) < proposed.sum(-1, keepdim=True) - 1
+        return torch.where(doubted & fewer, self.state.mask_token_id, after)
+
+    def remask(self, before, proposed, confidence, after) -> torch.Tensor:
+        """The state [R, B] that is left of a step once the head has masked its doubtful reveals again.
+
+        Args:
+            before, after: the state before the step and with everything that it proposes, [R, B].
+            proposed: the positions that it reveals, [R, B].
+            confidence: the backbone's, [R, B]; the surest proposal always stays.
+        """
+        state, options = self.state, self.options
+        surest = confidence_rank(confidence, proposed) == 0
+        doubted = proposed & ~surest & state.running[:, None]
+        if not doubted.any():
+            return after
+        if options.remask_criterion == "residual":
+            keep = self._residual_size(before, after, doubted.any(1)) <= options.keep_threshold
+        elif options.remask_criterion == "confidence":
+            corrected = self.corrected_hidden(after[:, None], state.hidden[:, None], doubted.any(1)[:, None])[:, 0]
+            keep = (
+                self.sampler.confidence_of(self.model.logits(corrected), after, self.context) >= options.keep_threshold
+            )
+        else:
+            keep = self._leave_one_out(after, doubted) >= options.keep_threshold
+        return torch.where(doubted & ~keep, state.mask_token_id, after)
+
+    def _residual_size(self, before, after, rows):
+        """|C|, corrected less backbone logit, of the proposed tokens on the state before they are revealed, [R, B]."""
+        hidden = self.state.hidden
+        residual = self.corrected_hidden(before[:, None], hidden[:, None], rows[:, None])[:, 0] - hidden
+        return self.model.logits(residual).float().gather(-1, after[..., None])[..., 0].abs()
+
+    def _leave_one_out(self, after, doubted) -> torch.Tensor:
+        """Corrected confidence of each doubted token where it alone of the proposals is masked again, [R, B]."""
+        state = self.state
+        size = state.block_size
+        count = int(doubted.sum(1).max())
+        # doubted positions first, in order: state g of a row masks its g-th doubted position
+        where = doubted.long().argsort(dim=1, descending=True, stable=True)[:, :count]
+        real = doubted.gather(1, where)
+        hides = torch.arange(size, device=after.device) == where[..., None]  # [R, G, B]
+        blocks = torch.where(hides, state.mask_token_id, after[:, None])
+        hidden = state.hidden[:, None].expand(-1, count, -1, -1)
+        corrected = self.corrected_hidden(blocks, hidden, real)[hides].view(*where.shape, -1)  # [R, G, H]
+        confidence = self.sampler.confidence_of(self.model.logits(corrected), after.gather(1, where), self.context)
+        return torch.zeros(after.shape, device=after.device).scatter(1, where, confidence)
+
+
+def _extend(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    """Append `groups` empty groups to [R, G, B]."""
+    return torch.nn.functional.pad(tensor, (0, 0, 0, groups))
