@@ -61,7 +61,7 @@ def tiny_config(task, num_mrp_layers: int) -> MRPConfig:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        base_model="sdar-tiny",
+        base_model=task.folder.name.removesuffix("-mrp"),
     )
 
 
