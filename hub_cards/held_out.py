@@ -1,7 +1,7 @@
 """Held-out samples of the embedded tasks as a data file for `mrp eval`, and the scorer that judges them.
 
-    python -m hub_cards.held_out words > problems.jsonl
-    mrp eval sdar-tiny-mrp --data problems.jsonl --scorer hub_cards.held_out:right --raw --max-new-tokens 48
+python -m hub_cards.held_out words > problems.jsonl
+mrp eval sdar-tiny-mrp --data problems.jsonl --scorer hub_cards.held_out:right --raw --max-new-tokens 48
 """
 
 import argparse
