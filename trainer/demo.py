@@ -144,6 +144,8 @@ class DraftPrinter:
     On a terminal the states overwrite one another; elsewhere each gets a line.
     """
 
+    ANSWER = "answer  "
+
     def __init__(self, tokenizer, file=None):
         self.tokenizer = tokenizer
         self.file = sys.stdout if file is None else file
@@ -160,13 +162,15 @@ class DraftPrinter:
         self._show(self.finished + value.flatten().tolist(), "drafts  ")
 
     def end(self):
-        self._show(self.finished, "answer  ")
+        self._show(self.finished, self.ANSWER)
         if self.overwrites:
             self.file.write("\n")
 
     def _show(self, ids, label):
         dots = self.tokenizer.decode(ids).replace(self.tokenizer.mask_token, "·")
         text = dots.replace(self.tokenizer.eos_token, "").replace(self.tokenizer.pad_token, "").rstrip()
+        if label != self.ANSWER:
+            text = text.replace("\n", "⏎")  # one line for a state
         self.file.write(f"\r\033[K{label}{text}" if self.overwrites else f"{label}{text}\n")
         self.file.flush()
 
