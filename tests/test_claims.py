@@ -370,4 +370,4 @@ def test_an_embedded_checkpoint_brings_its_held_out_samples_and_its_scorer():
     assert [row["prompt"] for row in rows] == [sample.prompt for sample in samples]
     assert [scorer(sample.answer, row) for sample, row in zip(samples, rows, strict=True)] == [True] * 3
     assert not any(scorer(samples[0].answer, row) for row in rows[1:])
-    assert (arguments.model, arguments.max_new_tokens) == (str(task.folder), task.answer_tokens)
+    assert (arguments.model, arguments.max_new_tokens) == ("sdar-tiny-mrp", task.answer_tokens)
