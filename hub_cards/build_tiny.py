@@ -21,8 +21,9 @@ from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from trainer import MRPTrainer, MRPTrainingArguments
 from trainer.cards import render_card
 from trainer.decode_evaluation import acceptance_range
-from trainer.demo import REMASK, STATIC, Row, run_demo
+from trainer.demo import Row, run_demo
 from trainer.head_files import load_head, save_head
+from trainer.modes import mode_options
 from trainer.trajectories import packed, trajectories
 
 from .tiny_backbone import encode_sample, train_backbone
@@ -178,8 +179,8 @@ def choose_residual_threshold(model: MRPForDiffusionLM, task) -> float:
     The best one that keeps the wanted tokens per forward, by right answers or, where the task knows none, by those
     equal to static's; the fastest when none does.
     """
-    options = REMASK | {"remask_criterion": "residual"}
-    modes = {"static": STATIC} | {str(delta): options | {"remask_threshold": delta} for delta in RESIDUAL_THRESHOLDS}
+    static, options = (mode_options(name, model.config.block_size) for name in ("static", "remask-residual-0.5"))
+    modes = {"static": static} | {str(delta): options | {"remask_threshold": delta} for delta in RESIDUAL_THRESHOLDS}
     _, *rows = run_demo(model, task, task.held_out("validation", VALIDATION_SAMPLES), modes)
     for row in rows:
         print(f"  |C| <= {row.name}: {_merit(row):.3f}, {row.tokens_per_forward:.2f} tokens per forward")

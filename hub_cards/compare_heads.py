@@ -16,8 +16,9 @@ import torch
 from datasets import Dataset
 
 from modeling_mrp import MRPForDiffusionLM
-from trainer.demo import STATIC, run_demo
+from trainer.demo import run_demo
 from trainer.head_files import load_head
+from trainer.modes import mode_options, needs_head
 
 from .build_tiny import build_backbone, head_arguments, sample_rows, train_or_load, visited_rows, with_fresh_head
 from .tiny_tasks import TASKS
@@ -26,10 +27,7 @@ STEPS = 150
 FRESH_STEPS = 300
 ROWS = 16
 VALIDATION_SAMPLES = 60
-SPEC = {"mrp_mode": "spec"}
-MODES = {"static": STATIC}
-MODES |= {f"{k}": SPEC | {"mrp_steps": k} for k in (2, 4, 8)}
-MODES |= {f"{k} token": SPEC | {"mrp_steps": k, "mrp_acceptance": "token"} for k in (4, 8)}
+MODES = ("static", "spec-2", "spec-4", "spec-8", "spec-4-token", "spec-8-token")
 WITHOUT_HEAD, STARTED_FROM = "without a head", "the head that all start from"
 
 
@@ -64,6 +62,7 @@ VARIANTS = {
     "fresh": Variant(fresh=True),
     "fresh, K = 1": Variant({"unroll_steps": 1}, fresh=True),
     "fresh, 2 layers": Variant(fresh=True, layers=2),
+    "fresh, 3 layers": Variant(fresh=True, layers=3),
     "fresh, full distribution": Variant(fresh=True, residual=False),
 }
 
@@ -91,7 +90,8 @@ def train_variant(variant: Variant, start, task, rows: dict[bool, Dataset], fold
 
 def forwards_saved(model, task, samples, **options) -> dict[str, float]:
     """Static's forwards over those of every mode of `MODES`."""
-    modes = {name: mode | (options if name != "static" else {}) for name, mode in MODES.items()}
+    modes = {name: mode_options(name, model.config.block_size) for name in MODES}
+    modes = {name: mode | (options if needs_head(mode) else {}) for name, mode in modes.items()}
     rows = run_demo(model, task, samples, modes)
     return {row.name: rows[0].backbone_forwards / row.backbone_forwards for row in rows[1:]}
 
@@ -106,8 +106,8 @@ def compare(task, scratch: Path, names: list[str]) -> dict[str, dict[str, float]
         f"{STEPS} steps of {ROWS} samples, fresh heads {FRESH_STEPS}; "
         f"forwards saved on {len(samples)} validation samples, greedy\n"
     )
-    columns = list(MODES)[1:]
-    print("| head | " + " | ".join(f"K = {name}" for name in columns) + " |")
+    columns = MODES[1:]
+    print("| head | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|", flush=True)
     results = {}
     for name in [WITHOUT_HEAD, STARTED_FROM, *names]:

@@ -137,9 +137,17 @@ def test_autoregressive_decodes_as_many_tokens_as_static_and_one_forward_for_eac
 
 def test_a_model_without_head_runs_what_needs_none(tiny_model):
     model = tiny_model(num_mrp_layers=0)
-    assert {"static", "spec-4-self", "plain-sdar", "autoregressive"} <= bench.mode_decoders(model, 8).keys()
-    with pytest.raises(ValueError, match="'spec-4' is unknown or needs a head"):
+    ran = [row.mode for row in bench.bench_decode(model, PROMPTS[:1], batch_sizes=[1], max_new_tokens=2, repeats=1)]
+    assert ran == ["static", "plain-sdar", "autoregressive", "dynamic-0.9", "plain-sdar-dynamic-0.9", "spec-4-self"]
+    with pytest.raises(ValueError, match="modes: 'spec-4' needs a head"):
         bench.bench_decode(model, PROMPTS, ["spec-4"])
+
+
+def test_an_unknown_mode_is_named_with_those_there_are(tiny_model):
+    with pytest.raises(
+        ValueError, match="modes: there is no mode 'spec-four'.* plain-sdar-dynamic-0.9, autoregressive"
+    ):
+        bench.bench_decode(tiny_model(), PROMPTS, ["spec-four"])
 
 
 @pytest.mark.parametrize("option", ["batch_sizes", "max_new_tokens", "repeats"])

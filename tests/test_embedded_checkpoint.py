@@ -8,7 +8,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from hub_cards.remote_code import code_files, embedded_checkpoints
 from hub_cards.tiny_tasks import TASKS
 from hub_cards.word_problems import problems
-from trainer.demo import main, mode_options, run_demo, task_of
+from trainer.demo import main, run_demo, task_of
+from trainer.modes import mode_options
 
 TASK = TASKS["words"]
 FOLDER = TASK.folder
@@ -92,15 +93,15 @@ def test_a_row_in_a_batch_equals_the_row_alone(model, inputs, mode):
 def test_the_demo_keeps_its_promises(model):
     """Static is right on 85 % of held-out problems; spec-4 is identical at 1/1.9 of the forwards; leave-one-out wins
     back half of what dynamic 0.5 loses, at 2.5 tokens a forward or more."""
-    options = mode_options(model.config.block_size)
-    modes = {name: options[name] for name in ("static", "spec-4", "dynamic-0.5", "remask-leave_one_out")}
+    names = ("static", "spec-4", "dynamic-0.5", "remask-leave_one_out-0.5")
+    modes = {name: mode_options(name, model.config.block_size) for name in names}
     rows = {row.name: row for row in run_demo(model, TASK, TASK.held_out("test", 200), modes)}
     assert rows["static"].accuracy >= 0.85
     assert rows["spec-4"].identical == 1.0
     assert rows["spec-4"].backbone_forwards * 1.9 <= rows["static"].backbone_forwards
     lost = rows["static"].accuracy - rows["dynamic-0.5"].accuracy
-    assert rows["remask-leave_one_out"].accuracy - rows["dynamic-0.5"].accuracy >= lost / 2
-    assert rows["remask-leave_one_out"].tokens_per_forward >= 2.5
+    assert rows["remask-leave_one_out-0.5"].accuracy - rows["dynamic-0.5"].accuracy >= lost / 2
+    assert rows["remask-leave_one_out-0.5"].tokens_per_forward >= 2.5
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +145,7 @@ def test_demo_answers_a_prompt_of_the_users(capsys):
 
 def test_demo_prints_its_table_without_accuracies_where_none_exist(capsys, monkeypatch):
     monkeypatch.setattr(type(TASK), "right_when", None)
-    modes = {name: mode_options(8)[name] for name in ("static", "spec-2")}
-    monkeypatch.setattr("trainer.demo.mode_options", lambda block_size: modes)
+    monkeypatch.setattr("trainer.demo.MODES", ("static", "spec-2"))
     main(["--samples", "2"])
     printed = capsys.readouterr().out
     assert "accuracy" not in printed and "spec-2" in printed and "100.0%" in printed

@@ -10,16 +10,15 @@ import torch
 from plain_loop import plain_decode
 from transformers import AutoTokenizer
 
-from modeling_mrp import MRPConfig, MRPForDiffusionLM
+from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.options import DecodingOptions
 from trainer.cli import main
 from trainer.data import MRPCollator
-from trainer.demo import mode_options
-from trainer.eval_grid import KINDS, family, grid
 from trainer.evaluation import RevealTrace, Settings, decode_batch, evaluate, load_rows, prompt_ids
 from trainer.frontier import area_under_parallelism, pareto_front
 from trainer.head_files import save_head
 from trainer.head_probe import calibrate, kl_by_depth, store_threshold
+from trainer.modes import KINDS, grid
 from trainer.summary import summarise, table
 
 PROMPTS = [[5, 9, 12], [7, 30, 8, 41, 6, 22, 13]]  # with 9 new tokens both end with a block of 4
@@ -215,28 +214,6 @@ def test_prompts_and_messages_go_through_the_chat_template(word_tokenizer):
     assert prompt_ids(word_tokenizer, {"prompt": "what is"}, raw=True) == word_tokenizer("what is")["input_ids"]
     with pytest.raises(ValueError, match="no chat template"):
         prompt_ids(word_tokenizer, {"messages": chat}, raw=True)
-
-
-def test_modes_mean_what_the_demo_means_by_the_same_names():
-    config = MRPConfig(block_size=8, mask_token_id=3, num_mrp_layers=1)
-    demo, ours = (
-        {name: DecodingOptions.resolve(options, config) for name, options in modes.items()}
-        for modes in (mode_options(block_size=8), grid(KINDS, [0.9, 0.7, 0.5], [1, 2, 3, 4, 8], block_size=8))
-    )
-    shared = demo.keys() & ours.keys()
-    assert len(shared) == len(demo) - 3  # remask's names say the threshold here
-    assert {name: ours[name] for name in shared} == {name: demo[name] for name in shared}
-    assert ours["remask-confidence-0.5"] == demo["remask-confidence"]
-
-
-def test_an_unknown_kind_of_mode_is_named():
-    with pytest.raises(ValueError, match="got 'spec_self'. Did you mean 'spec-self'"):
-        grid(["spec_self"], [0.5], [2], block_size=4)
-
-
-def test_a_family_is_a_name_without_its_numbers():
-    names = ["static", "static-4", "dynamic-0.9", "spec-4-self", "remask-leave_one_out-0.5"]
-    assert [family(name) for name in names] == ["static", "static", "dynamic", "spec-self", "remask-leave_one_out"]
 
 
 # -- figures

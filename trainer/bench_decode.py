@@ -18,16 +18,21 @@ from modeling_mrp.step_rules import StepRule
 
 from .bench_timing import DTYPES, StageClock, check_at_least_one, interleaved, machine, median_ratio, timed
 from .cli import command_parser
-from .demo import mode_options
 from .generate_command import encode, load, read_prompts
+from .modes import FORMS, mode_options, needs_head
 from .plain_sdar_loop import plain_sdar_loop
 
 STATIC, PLAIN, AUTOREGRESSIVE = "static", "plain-sdar", "autoregressive"
 REFERENCES = (STATIC, PLAIN, AUTOREGRESSIVE)  # the ratios are to these
 PLAIN_DYNAMIC = "plain-sdar-dynamic-0.9"
+PLAIN_RULES = {
+    PLAIN: StepRule("low_confidence_static", tokens_per_step=1),
+    PLAIN_DYNAMIC: StepRule("low_confidence_dynamic", confidence_threshold=0.9),
+}
+OUTSIDE = (*PLAIN_RULES, AUTOREGRESSIVE)  # baselines that are no mode of `generate`
 DEFAULT_MODES = (
     *(STATIC, PLAIN, AUTOREGRESSIVE, "dynamic-0.9", PLAIN_DYNAMIC, "spec-2", "spec-3", "spec-4", "spec-4-self"),
-    *("spec-8-token", "direct-1", "direct-3", "remask-leave_one_out"),
+    *("spec-8-token", "direct-1", "direct-3", "remask-leave_one_out-0.5"),
 )
 STAGES = ("backbone", "head", "logits", "sampling")  # what is left of a run is bookkeeping
 QUESTIONS = (
@@ -97,8 +102,8 @@ def bench_decode(
     Args:
         model: in eval mode on its device.
         prompts: token ids of each.
-        modes: names as in `mode_decoders` (default: those of DEFAULT_MODES that the model can run); `static` is
-            always run.
+        modes: names as in `mode_decoder` (default: those of DEFAULT_MODES that the model can run); `static` is always
+            run.
         batch_sizes: rows decoded together; the last batch may be smaller.
         max_new_tokens: at most so many per prompt.
         repeats: timed rounds, in each of which every mode decodes all prompts.
@@ -109,7 +114,7 @@ def bench_decode(
         ValueError: for an unknown mode, one that needs a head where there is none, or a number below 1.
     """
     check_at_least_one(prompts=len(prompts), batch_sizes=batch_sizes, max_new_tokens=max_new_tokens, repeats=repeats)
-    decoders = _chosen(mode_decoders(model, max_new_tokens, ignore_eos), modes)
+    decoders = {name: mode_decoder(name, model, max_new_tokens, ignore_eos) for name in _names(model, modes)}
     rows = []
     for batch_size in batch_sizes:
         lengths = [max_new_tokens] * len(prompts)
@@ -124,22 +129,29 @@ def bench_decode(
     return rows
 
 
-def mode_decoders(model: MRPForDiffusionLM, max_new_tokens: int, ignore_eos: bool = False) -> dict[str, Decode]:
-    """All modes that the model can run, by name: those of `mrp demo` and the two baselines from outside."""
+def mode_decoder(name: str, model: MRPForDiffusionLM, max_new_tokens: int, ignore_eos: bool = False) -> Decode:
+    """How a mode decodes a batch.
+
+    Args:
+        name: as in `modes.mode_options`, or one of the baselines from outside: `plain-sdar`,
+            `plain-sdar-dynamic-0.9` and `autoregressive`.
+
+    Raises:
+        ValueError: for another name, or a mode that needs a head where there is none.
+    """
     eos, pad = _special_ids(model, ignore_eos)
-    size = model.config.block_size
-    static = StepRule("low_confidence_static", tokens_per_step=1)
-    dynamic = StepRule("low_confidence_dynamic", confidence_threshold=0.9)
-    options = mode_options(size)
-    if model.mrp_head is None:
-        options = {name: values for name, values in options.items() if not _needs_head(values)}
+    if name == AUTOREGRESSIVE:
+        return partial(_autoregressive, autoregressive_twin(model), pad)
+    if name in PLAIN_RULES:
+        return partial(_plain, model, max_new_tokens, PLAIN_RULES[name], eos)
+    try:
+        options = mode_options(name, model.config.block_size)
+    except ValueError as error:
+        raise ValueError(f"modes: {error}; and {', '.join(OUTSIDE)}") from None
+    if model.mrp_head is None and needs_head(options):
+        raise ValueError(f"modes: {name!r} needs a head, and this checkpoint has none")
     common = {"max_new_tokens": max_new_tokens, "eos_token_id": eos, "pad_token_id": pad}
-    return {
-        **{name: partial(_generate, model, common | values) for name, values in options.items()},
-        PLAIN: partial(_plain, model, max_new_tokens, static, eos),
-        PLAIN_DYNAMIC: partial(_plain, model, max_new_tokens, dynamic, eos),
-        AUTOREGRESSIVE: partial(_autoregressive, autoregressive_twin(model), pad),
-    }
+    return partial(_generate, model, common | options)
 
 
 def autoregressive_twin(model: MRPForDiffusionLM) -> Qwen3ForCausalLM:
@@ -151,20 +163,12 @@ def autoregressive_twin(model: MRPForDiffusionLM) -> Qwen3ForCausalLM:
     return twin.eval()
 
 
-def _needs_head(options: dict) -> bool:
-    mode = options["mrp_mode"]
-    return mode in ("direct", "remask") or (mode == "spec" and options.get("mrp_draft") != "self")
-
-
-def _chosen(decoders: dict[str, Decode], modes: Sequence[str] | None) -> dict[str, Decode]:
-    """The decoders of the modes that were asked for, references first."""
+def _names(model: MRPForDiffusionLM, modes: Sequence[str] | None) -> list[str]:
+    """The modes to run, references first; by default those of DEFAULT_MODES that the model can run."""
     if modes is None:
-        modes = [name for name in DEFAULT_MODES if name in decoders]
-    for name in modes:
-        if name not in decoders:
-            raise ValueError(f"modes: {name!r} is unknown or needs a head. This model has: {', '.join(decoders)}")
-    names = dict.fromkeys([STATIC, *(name for name in REFERENCES if name in modes), *modes])
-    return {name: decoders[name] for name in names}
+        size, able = model.config.block_size, model.mrp_head is not None
+        modes = [name for name in DEFAULT_MODES if able or name in OUTSIDE or not needs_head(mode_options(name, size))]
+    return list(dict.fromkeys([STATIC, *(name for name in REFERENCES if name in modes), *modes]))
 
 
 def _special_ids(model, ignore_eos: bool) -> tuple[list[int], int]:
@@ -330,7 +334,12 @@ def parser() -> argparse.ArgumentParser:
         "mrp bench decode sdar-tiny-mrp --modes spec-4 direct-3 plain-sdar --batch-sizes 1 16",
     )
     made.add_argument("model", metavar="MODEL", help="embedded checkpoint, folder or Hub id")
-    made.add_argument("--modes", nargs="+", help=f"default: {' '.join(DEFAULT_MODES)}")
+    made.add_argument(
+        "--modes",
+        nargs="+",
+        metavar="MODE",
+        help=f"{FORMS}, or {', '.join(OUTSIDE)} (default: {' '.join(DEFAULT_MODES)})",
+    )
     made.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4, 16], help="default: 1 4 16")
     made.add_argument("--prompt", action="append", default=[], help="may be given several times")
     made.add_argument("--prompt-file", help="one prompt per line, - for standard input")

@@ -12,10 +12,10 @@ from modeling_mrp.sampling import Sampler
 from modeling_mrp.step_rules import StepRule
 
 from .claim_rules import CLAIMS, NO_HEAD, Scale
-from .eval_grid import REFERENCE, REMASK_CRITERIA, grid
 from .evaluation import Settings, evaluate, evaluate_full_head, prompt_ids
 from .head_metrics import HeadMetrics, measure_head
 from .head_probe import kl_by_depth
+from .modes import REFERENCE, REMASK_CRITERIA, grid
 from .scorers import Scorer
 from .summary import summarise
 

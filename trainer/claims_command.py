@@ -24,8 +24,8 @@ def main(argv: list[str]):
     from .claim_rules import CLAIMS
     from .claims import check_claims, scale_of
     from .eval_command import _load
-    from .eval_grid import BACKBONE_ONLY, REFERENCE
     from .evaluation import Settings
+    from .modes import BACKBONE_ONLY, REFERENCE
 
     names = arguments.only.split(",") if arguments.only is not None else list(CLAIMS)
     for name in names:

@@ -134,7 +134,7 @@ def _load(arguments):
 
 
 def _modes(arguments, config) -> dict[str, dict]:
-    from .eval_grid import BACKBONE_ONLY, BASELINES, DEFAULT_KINDS, HEADLESS_KINDS, grid
+    from .modes import BACKBONE_ONLY, BASELINES, DEFAULT_KINDS, HEADLESS_KINDS, grid
 
     if arguments.grid is not None:
         modes = yaml.safe_load(Path(arguments.grid).read_text(encoding="utf-8"))
@@ -156,7 +156,7 @@ def _modes(arguments, config) -> dict[str, dict]:
 
 def _modes_to_compare(arguments, settings):
     """The settings for the full head, or None when there is none."""
-    from .eval_grid import modes_of_the_head
+    from .modes import modes_of_the_head
 
     if arguments.full_head is None:
         return None

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from .data import MRPCollator
-from .eval_grid import BACKBONE_ONLY
 from .evaluation import Settings, decode_batch, prompt_ids, write_json
 from .frontier import accuracy_weight
 from .head_metrics import HeadMetrics, measure_head
+from .modes import BACKBONE_ONLY
 from .scorers import Scorer
 
 CANDIDATES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # |C|, in logits

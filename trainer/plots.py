@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from .eval_grid import family
 from .frontier import pareto_front
+from .modes import family
 
 FORMATS = ("png", "svg")
 SIZE = (7.0, 4.5)  # inches

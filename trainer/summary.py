@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from .eval_grid import family
 from .frontier import area_under_parallelism, pareto_front
+from .modes import family
 
 
 @dataclass(frozen=True)

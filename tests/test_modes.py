@@ -1,0 +1,74 @@
+"""Names of decoding modes."""
+
+import pytest
+
+from modeling_mrp import MRPConfig
+from modeling_mrp.options import DecodingOptions
+from trainer.bench_decode import DEFAULT_MODES, OUTSIDE
+from trainer.demo import MODES
+from trainer.modes import KINDS, family, grid, mode_options, needs_head
+
+
+def resolved(name: str) -> DecodingOptions:
+    return DecodingOptions.resolve(mode_options(name, 8), MRPConfig(block_size=8, mask_token_id=3, num_mrp_layers=1))
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("static", {"mrp_mode": None, "denoising_steps": 8}),
+        ("static-4", {"mrp_mode": None, "denoising_steps": 2}),
+        ("dynamic-0.7", {"remasking_strategy": "low_confidence_dynamic", "confidence_threshold": 0.7}),
+        ("wide-narrow-0.5", {"remask_criterion": "backbone", "remask_threshold": 0.9, "confidence_threshold": 0.5}),
+        ("spec-6", {"mrp_mode": "spec", "mrp_steps": 6, "mrp_draft": "head", "mrp_acceptance": "exact"}),
+        ("spec-4-self", {"mrp_steps": 4, "mrp_draft": "self", "mrp_acceptance": "exact"}),
+        ("spec-8-token", {"mrp_steps": 8, "mrp_draft": "head", "mrp_acceptance": "token"}),
+        ("direct-2", {"mrp_mode": "direct", "mrp_steps": 2}),
+        ("remask-residual-1", {"mrp_mode": "remask", "remask_criterion": "residual", "confidence_threshold": 1.0}),
+    ],
+)
+def test_a_name_stands_for_options(name, expected):
+    options = vars(resolved(name))
+    assert {key: options[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "static-3",
+        "static-0",
+        "spec",
+        "spec-0",
+        "spec-2.5",
+        "spec-4-both",
+        "direct-2-self",
+        "dynamic",
+        "dynamic-1.5",
+    ]
+    + ["dynamic-nan", "remask-0.5", "remask-all-0.5", "remask-confidence", "wide-narrow", "static-4-token", "Static"],
+)
+def test_another_name_is_an_error_that_says_which_there_are(name):
+    with pytest.raises(ValueError, match="there is no mode .*spec-K-self.* N a divisor of the block size .8."):
+        mode_options(name, 8)
+
+
+def test_only_modes_with_a_head_need_one():
+    names = [*grid(KINDS, [0.5], [2], block_size=8)]
+    headless = [name for name in names if not needs_head(mode_options(name, 8))]
+    assert headless == ["static", "static-2", "static-4", "dynamic-0.5", "wide-narrow-0.5", "spec-2-self"]
+
+
+def test_the_commands_name_modes_that_there_are():
+    for name in [*MODES, *(name for name in DEFAULT_MODES if name not in OUTSIDE)]:
+        resolved(name)
+
+
+def test_an_unknown_kind_of_mode_is_named():
+    with pytest.raises(ValueError, match="got 'spec_self'. Did you mean 'spec-self'"):
+        grid(["spec_self"], [0.5], [2], block_size=4)
+
+
+def test_a_family_is_a_name_without_its_numbers():
+    names = ["static", "static-4", "dynamic-0.9", "spec-4-self", "remask-leave_one_out-0.5"]
+    assert [family(name) for name in names] == ["static", "static", "dynamic", "spec-self", "remask-leave_one_out"]

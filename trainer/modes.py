@@ -1,0 +1,120 @@
+"""Names of decoding modes, and the options of `generate` that each stands for."""
+
+import re
+from collections.abc import Sequence
+
+from modeling_mrp.options import nearest
+
+REFERENCE = "static"
+REMASK_CRITERIA = ("leave_one_out", "confidence", "residual")
+KINDS = ("static", "control", "dynamic", "wide-narrow", "spec", "spec-self", "spec-token", "direct")
+KINDS += tuple(f"remask-{criterion}" for criterion in REMASK_CRITERIA)
+DEFAULT_KINDS = ("static", "spec", "direct", "remask-leave_one_out")
+BASELINES = ("control", "dynamic", "wide-narrow", "spec-self")  # what the head has to beat
+HEADLESS_KINDS = ("static", *BASELINES)
+BACKBONE_ONLY = {"mrp_mode": None}
+NARROW = 0.9  # the published threshold of narrow-out, whatever that of wide-in
+WIDE_NARROW = {"mrp_mode": "remask", "remask_criterion": "backbone", "remask_threshold": NARROW}
+DYNAMIC = BACKBONE_ONLY | {"remasking_strategy": "low_confidence_dynamic"}
+SPEC = {
+    (): {"mrp_draft": "head"},
+    ("self",): {"mrp_draft": "self"},
+    ("token",): {"mrp_draft": "head", "mrp_acceptance": "token"},
+}
+FORMS = "static, static-N, dynamic-T, wide-narrow-T, spec-K, spec-K-self, spec-K-token, direct-K and remask-C-T"
+
+
+def mode_options(name: str, block_size: int) -> dict:
+    """Options of `generate` for a mode's name.
+
+    Args:
+        name: `static`, one token a step by the backbone; `static-N`, N tokens a step; `dynamic-T`, SDAR's threshold
+            decoding; `wide-narrow-T`, the same, taking back what later forwards doubt; `spec-K` and `direct-K`, with
+            the look-ahead K, `spec-K-self` drafted without a head and `spec-K-token` with token acceptance;
+            `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above the threshold T.
+
+    Raises:
+        ValueError: for any other name, or a number out of range.
+    """
+    try:
+        match name.split("-"):
+            case ["static"]:
+                return BACKBONE_ONLY
+            case ["static", n] if block_size % _count(n) == 0:
+                return BACKBONE_ONLY | {"denoising_steps": block_size // _count(n)}
+            case ["dynamic", tau]:
+                return DYNAMIC | _threshold(tau)
+            case ["wide", "narrow", tau]:
+                return WIDE_NARROW | _threshold(tau)
+            case ["remask", criterion, tau] if criterion in REMASK_CRITERIA:
+                return {"mrp_mode": "remask", "remask_criterion": criterion} | _threshold(tau)
+            case ["direct", k]:
+                return {"mrp_mode": "direct", "mrp_steps": _count(k)}
+            case ["spec", k, *how] if tuple(how) in SPEC:
+                return {"mrp_mode": "spec", "mrp_steps": _count(k)} | SPEC[tuple(how)]
+    except ValueError:
+        pass  # a number that is none, or out of range
+    raise ValueError(
+        f"there is no mode {name!r}: there are {FORMS}, with N a divisor of the block size ({block_size}), "
+        f"K at least 1, T a threshold from 0 to 1 and C of {', '.join(REMASK_CRITERIA)}"
+    )
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def _threshold(text: str) -> dict[str, float]:
+    if not 0 <= float(text) <= 1:
+        raise ValueError(text)
+    return {"confidence_threshold": float(text)}
+
+
+def needs_head(options: dict) -> bool:
+    """Whether a mode decodes with a head."""
+    if options["mrp_mode"] == "spec":
+        return options.get("mrp_draft") != "self"
+    return options["mrp_mode"] is not None and options.get("remask_criterion") != "backbone"
+
+
+def grid(kinds: Sequence[str], thresholds: Sequence[float], steps: Sequence[int], block_size: int) -> dict[str, dict]:
+    """Options of `generate` for every mode, by its name; `static`, one token a step, comes first.
+
+    Args:
+        kinds: of `KINDS`: the names of `mode_options` without their numbers; `control` is `static` with 2 and with 4
+            tokens a step.
+        thresholds: T of `dynamic`, `wide-narrow` and `remask-*`.
+        steps: K of `spec*` and `direct`.
+
+    Raises:
+        ValueError: for an unknown kind, or a number out of range.
+    """
+    names = [REFERENCE]
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"modes must be of {', '.join(KINDS)}, got {kind!r}.{nearest(kind, KINDS)}")
+        if kind == "control":
+            names += [f"static-{n}" for n in (2, 4) if block_size % n == 0]
+        elif kind == "direct":
+            names += [f"direct-{k}" for k in steps]
+        elif kind.startswith("spec"):
+            names += [f"spec-{k}{kind.removeprefix('spec')}" for k in steps]
+        elif kind != REFERENCE:
+            names += [f"{kind}-{tau:g}" for tau in thresholds]
+    return {name: mode_options(name, block_size) for name in names}
+
+
+def modes_of_the_head(modes: dict[str, dict]) -> dict[str, dict]:
+    """Those of a grid in which another head on the same backbone compares: `direct`, and `spec` that it drafts."""
+    return {
+        name: options
+        for name, options in modes.items()
+        if options["mrp_mode"] in ("direct", "spec") and needs_head(options)
+    }
+
+
+def family(mode: str) -> str:
+    """Name of the curve that a mode is a point of: its name without the numbers."""
+    return re.sub(r"-\d+(\.\d+)?(?=-|$)", "", mode)
