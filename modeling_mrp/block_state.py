@@ -1,6 +1,12 @@
 """Where every row of a batch stands: its tokens, its current block, and what decoding has cost it so far."""
 
+import copy
+
 import torch
+
+CONSTANT = ("prompt_lengths", "limits")
+RESULTS = ("tokens", "starts", "running", "forwards", "revealed_by_head", "reveal_steps", "proposed", "accepted")
+IN_PROGRESS = ("pending", "steps", "opening", "hidden", "scores")
 
 
 class BlockState:
@@ -37,12 +43,27 @@ class BlockState:
         self.hidden = None  # [R, B, H], h_A of the state before the last step
         self.scores = None  # [R, width, V], the logits row at which each token was revealed, when asked for
 
-        self.forwards = torch.zeros(3, rows, dtype=torch.long, device=device)  # backbone, head, prefill
+        self.forwards = torch.zeros(rows, 3, dtype=torch.long, device=device)  # backbone, head, prefill
         self.revealed_by_head = torch.zeros_like(self.tokens, dtype=torch.bool)
         self.reveal_steps = torch.full_like(self.tokens, -1)  # denoising step, within the block, of each reveal
         self.proposed = torch.zeros(rows, depth, dtype=torch.long, device=device)
         self.accepted = torch.zeros(rows, depth, dtype=torch.long, device=device)
         self.synchronise()
+
+    def take(self, rows: torch.Tensor) -> "BlockState":
+        """A state of some rows [n] only, which goes on by itself until `put` writes it back."""
+        part = copy.copy(self)
+        for name in (*CONSTANT, *RESULTS, *IN_PROGRESS):
+            value = getattr(self, name)
+            setattr(part, name, None if value is None else value[rows])
+        part.synchronise()
+        return part
+
+    def put(self, rows: torch.Tensor, part: "BlockState"):
+        """Take over where `part`, of the rows [n], stands and what it has cost; all but the logits rows."""
+        if part is not self:
+            for name in RESULTS:
+                getattr(self, name)[rows] = getattr(part, name)
 
     def synchronise(self):
         """Read what shapes the next forward to the host: the one synchronisation of a round."""

@@ -168,4 +168,4 @@ def test_a_row_that_stopped_does_not_disturb_the_others(tiny_model, rows):
         for index in (0, 2, 3):
             whole = torch.tensor([rows[index] + blocks[index, 1].tolist()])
             torch.testing.assert_close(hidden[index, 1], model(whole).last_hidden_state[0, -4:], **CLOSE)
-    assert decoder.state.forwards[0].tolist() == [2, 1, 2, 2]
+    assert decoder.state.forwards[:, 0].tolist() == [2, 1, 2, 2]

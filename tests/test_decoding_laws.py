@@ -184,6 +184,47 @@ def test_a_row_in_a_padded_batch_equals_the_row_alone(tiny_model, prompts, side,
         assert output.tokens_per_forward[index] == own.tokens_per_forward[0]
 
 
+class RowCounter:
+    """The rows of every call of a module."""
+
+    def __init__(self, module):
+        self.rows = []
+        self.handle = module.register_forward_hook(self._count)
+
+    def _count(self, module, inputs, output):
+        self.rows.append(len(output[0]))
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLING], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("mode", [None, "spec", "direct", "remask"])
+def test_rows_that_have_ended_leave_the_batch_and_change_nothing(tiny_model, prompts, mode, sampling):
+    """Rows end after 2, 4, ... tokens; each is then what it is alone, and the last ones decode by themselves."""
+    model = sharp_head(tiny_model(block_size=8), 0.2)
+    limits = torch.tensor([2, 4, 40, 8, 21])
+    width = max(map(len, prompts))
+    options = {"mrp_mode": mode, "confidence_threshold": 0.3, "max_new_tokens": 40, "eos_token_id": None} | sampling
+    counter = RowCounter(model.model)
+
+    def at_limit(ids, scores, **_):
+        return ids.shape[1] - width >= limits
+
+    together, output = generate(model, batch(prompts), stopping_criteria=[at_limit], pad_token_id=0, **options)
+    counter.handle.remove()
+    assert counter.rows[0] == 5 and counter.rows[-1] == 1
+    assert counter.rows == sorted(counter.rows, reverse=True)
+    stats = output.stats
+    for index, (prompt, limit) in enumerate(zip(prompts, limits.tolist(), strict=True)):
+        alone, own = generate(model, {"input_ids": torch.tensor([prompt])}, **options)
+        assert together[index, :limit].tolist() == alone[0, :limit].tolist()
+        assert together[index, limit:].eq(0).all()
+        steps = output.reveal_steps[index, width : width + limit]
+        assert steps.tolist() == own.reveal_steps[0, len(prompt) : len(prompt) + limit].tolist()
+        assert stats.tokens_by_head[index] + stats.tokens_by_backbone[index] == limit
+        if limit == 40:  # the others stop before what they decode alone
+            for name, value in vars(own.stats).items():
+                assert getattr(stats, name)[index].tolist() == value[0].tolist(), name
+
+
 # -- law 4: a head of zeros changes nothing
 
 

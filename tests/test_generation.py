@@ -16,6 +16,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp import MRPGenerateOutput
+from modeling_mrp.block_cache import BlockCache
 from modeling_mrp.masks import PADDING, Tokens
 
 PROMPT = torch.tensor([[5, 6, 7]])
@@ -316,20 +317,28 @@ class RowCounter:
     def __init__(self, model, name, rows):
         self.counts = torch.zeros(rows, dtype=torch.long)
         self.calls = 0
+        self.rows = torch.arange(rows)  # of the batch, that have not been dropped from the cache
         self.original = getattr(model, name)
         setattr(model, name, self)
 
     def __call__(self, *arguments, **keywords):
         queries = next(value for value in (*arguments, *keywords.values()) if isinstance(value, Tokens))
-        self.counts += (queries.segment != PADDING).any(1)
+        self.counts[self.rows] += (queries.segment != PADDING).any(1)
         self.calls += 1
         return self.original(*arguments, **keywords)
 
 
 @every_mode
 @pytest.mark.parametrize("ends", [None, [5, 9, 14, 33, 40, 52]])
-def test_statistics_count_the_forwards_of_every_row(model, batch, mode, ends):
+def test_statistics_count_the_forwards_of_every_row(model, batch, mode, ends, monkeypatch):
     backbone, head = (RowCounter(model, f"{name}_hidden_states", 3) for name in ("backbone", "corrected"))
+    keep = BlockCache.keep
+
+    def keep_and_count(cache, rows):
+        keep(cache, rows)
+        backbone.rows, head.rows = backbone.rows[rows], head.rows[rows]
+
+    monkeypatch.setattr(BlockCache, "keep", keep_and_count)
     calls = {"backbone": 0, "head": 0}
     model.model.register_forward_hook(lambda *_: calls.update(backbone=calls["backbone"] + 1))
     model.mrp_head.register_forward_hook(lambda *_: calls.update(head=calls["head"] + 1))

@@ -73,6 +73,12 @@ class BlockCache(Cache):
         self.lengths = self.lengths + counts
         self._longest = longest
 
+    def keep(self, rows: torch.Tensor):
+        """Forget all rows but these [n]."""
+        self.lengths = self.lengths[rows]
+        for layer, buffers in self._buffers.items():  # one by one: two copies of a layer at most
+            self._buffers[layer] = tuple(buffer[rows] for buffer in buffers)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The greatest committed length."""
         return self._longest

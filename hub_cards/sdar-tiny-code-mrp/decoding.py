@@ -17,7 +17,8 @@ from .options import DecodingOptions
 from .sampling import Sampler
 from .step_rules import confidence_rank
 
-BACKBONE, HEAD, PREFILL = 0, 1, 2  # rows of BlockState.forwards
+BACKBONE, HEAD, PREFILL = 0, 1, 2  # columns of BlockState.forwards
+WORTH_DROPPING = 0.25  # share of ended rows at which the cache is copied without them
 
 
 class Candidates(NamedTuple):
@@ -58,21 +59,40 @@ class Decoder:
 
     def run(self, on_progress):
         """Decode until no row runs; `on_progress(state)` is called after every round and may stop rows."""
-        state = self.state
-        while state.running_rows:
-            self.context = state.finished_tokens(self.pad_token_id) if self.sampler.processes else None
-            candidates = self.draft_chain()
-            if self.options.revokes:
-                hidden, shadow = self.forward_candidates(self.with_shadow(candidates)).split(1, dim=1)
-                self.shadow_hidden = shadow[:, 0]
-            else:
-                hidden = self.forward_candidates(candidates)
-            self.verify_and_step(candidates, hidden)
-            if self.options.mrp_mode == "direct":
-                self.step_from_corrected_logits()
-            state.advance()
-            on_progress(state)
-            state.synchronise()
+        whole, rows = self.state, torch.arange(len(self.state.tokens), device=self.state.tokens.device)
+        while self.state.running_rows:
+            self.decode_round()
+            whole.put(rows, self.state)
+            on_progress(whole)
+            self.state.running = whole.running[rows]
+            self.state.synchronise()
+            rows = rows[self.drop_ended_rows()]
+
+    def decode_round(self):
+        """One forward of the backbone, and what the mode makes of it."""
+        self.context = self.state.finished_tokens(self.pad_token_id) if self.sampler.processes else None
+        candidates = self.draft_chain()
+        if self.options.revokes:
+            hidden, shadow = self.forward_candidates(self.with_shadow(candidates)).split(1, dim=1)
+            self.shadow_hidden = shadow[:, 0]
+        else:
+            hidden = self.forward_candidates(candidates)
+        self.verify_and_step(candidates, hidden)
+        if self.options.mrp_mode == "direct":
+            self.step_from_corrected_logits()
+        self.state.advance()
+
+    def drop_ended_rows(self) -> torch.Tensor | slice:
+        """Go on without the rows that have ended, once they are many; which rows [n] of the state are left."""
+        state, rows = self.state, len(self.state.tokens)
+        few = state.running_rows > (1 - WORTH_DROPPING) * rows
+        if few or not state.running_rows or self.sampler.with_scores:  # logits rows are too wide to copy
+            return slice(None)
+        running = state.running.nonzero()[:, 0]
+        self.state = state.take(running)
+        self.cache.keep(running)
+        self.sampler.keep(running)
+        return running
 
     # -- drafts
 
@@ -156,8 +176,8 @@ class Decoder:
             ids.flatten(1), positions.flatten(1), tokens, self.cache.place(tokens), self.cache
         ).unflatten(1, (groups, size))
 
-        state.forwards[BACKBONE] += state.running
-        state.forwards[PREFILL] += state.running & (state.forwards[BACKBONE] == 1) & (state.pending > 0)
+        state.forwards[:, BACKBONE] += state.running
+        state.forwards[:, PREFILL] += state.running & (state.forwards[:, BACKBONE] == 1) & (state.pending > 0)
         if state.max_pending:
             self._commit(clean_ids, clean_positions, clean_real, hidden[:, : state.max_pending])
         at = (pending + torch.arange(count, device=pending.device)).clamp(max=groups - 1)
@@ -178,7 +198,7 @@ class Decoder:
             self.model.corrected_hidden_states(
                 ids.flatten(1), hidden.flatten(1, 2), positions.flatten(1), tokens, keys, self.cache
             )
-            state.forwards[HEAD] += real.any(-1).any(-1)
+            state.forwards[:, HEAD] += real.any(-1).any(-1)
         committed = state.pending * state.running
         self.cache.commit(committed * state.block_size, state.next_longest)
         state.pending = state.pending - committed
@@ -195,7 +215,7 @@ class Decoder:
         corrected = self.model.corrected_hidden_states(
             blocks.flatten(1), hidden.flatten(1, 2), positions.flatten(1), tokens, self.cache.place(tokens), self.cache
         )
-        state.forwards[HEAD] += real.any(1)
+        state.forwards[:, HEAD] += real.any(1)
         return corrected.unflatten(1, blocks.shape[1:])
 
     def _tokens(self, positions, stream, real) -> Tokens:

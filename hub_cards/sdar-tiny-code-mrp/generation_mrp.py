@@ -276,9 +276,9 @@ def _stats(state: BlockState, progress: Progress) -> GenerationStats:
     returned = (column >= state.prompt_lengths[:, None]) & (column < end)
     by_head = (state.revealed_by_head & returned).sum(1)
     return GenerationStats(
-        backbone_forwards=state.forwards[BACKBONE],
-        head_forwards=state.forwards[HEAD],
-        prefill_forwards=state.forwards[PREFILL],
+        backbone_forwards=state.forwards[:, BACKBONE],
+        head_forwards=state.forwards[:, HEAD],
+        prefill_forwards=state.forwards[:, PREFILL],
         tokens_by_backbone=progress.lengths - by_head,
         tokens_by_head=by_head,
         drafts_proposed=state.proposed,

@@ -94,6 +94,10 @@ class Sampler:
         """Whether logits processors will look at the context."""
         return bool(self.shaping or self.truncation)
 
+    def keep(self, rows: torch.Tensor):
+        """Go on for these rows [n] only."""
+        self.keys = None if self.keys is None else self.keys[rows]
+
     def read(self, logits, positions, steps, context) -> Read:
         """Token, confidence and entropy at every position.
 
