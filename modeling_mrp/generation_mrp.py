@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, logits_process
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, GenerationMixin, logits_process
 
 from .block_state import BlockState
 from .decoding import BACKBONE, HEAD, PREFILL, Decoder
@@ -156,6 +156,9 @@ class MRPGenerationMixin(GenerationMixin):
         ours = {name: kwargs.pop(name) for name in OPTION_NAMES if name in kwargs}
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
         stored = vars(generation_config)
+        for name in sorted(stored.keys() - vars(GenerationConfig()).keys() - set(OPTION_NAMES)):  # foreign or misspelt
+            if meant := nearest(name, OPTION_NAMES, likeness=0.8):
+                raise ValueError(f"unknown option {name!r} in the generation config.{meant}")
         given = stored | model_kwargs
         for name, off in UNSUPPORTED.items():
             if given.get(name) not in off:

@@ -170,3 +170,22 @@ def test_has_holes():
     for mask, expected in (([1, 0, 1], True), ([0, 1, 0], False), ([0, 0, 0], False), ([1, 1, 1], False)):
         assert has_holes(torch.tensor([mask])) is expected
     assert has_holes(torch.tensor([[1, 1, 1, 1], [1, 0, 0, 1]]))
+
+
+def test_a_misspelt_option_inside_a_generation_config_is_refused(tiny_model):
+    with pytest.raises(
+        ValueError, match="unknown option 'mrp_step' in the generation config. Did you mean 'mrp_steps'"
+    ):
+        tiny_model().generate(PROMPT, GenerationConfig(max_new_tokens=3, mrp_mode="spec", mrp_step=2))
+    model = tiny_model()
+    model.generation_config.remask_threshhold = 0.5
+    with pytest.raises(
+        ValueError, match="'remask_threshhold' in the generation config. Did you mean 'remask_threshold'"
+    ):
+        model.generate(PROMPT, max_new_tokens=3)
+
+
+def test_a_key_of_another_library_inside_a_generation_config_is_left_alone(tiny_model):
+    model = tiny_model()
+    model.generation_config.chat_format = "chatml"
+    assert model.generate(PROMPT, max_new_tokens=3).shape == (1, PROMPT.shape[1] + 3)

@@ -18,7 +18,8 @@ from modeling_mrp.step_rules import StepRule
 
 from .bench_timing import DTYPES, StageClock, check_at_least_one, interleaved, machine, median_ratio, timed
 from .cli import command_parser
-from .generate_command import encode, load, read_prompts
+from .generate_command import read_prompts
+from .loading import encode, load
 from .modes import FORMS, mode_options, needs_head
 from .plain_sdar_loop import plain_sdar_loop
 

@@ -23,8 +23,8 @@ def main(argv: list[str]):
 
     from .claim_rules import CLAIMS
     from .claims import check_claims, scale_of
-    from .eval_command import _load
     from .evaluation import Settings
+    from .loading import load, load_full_head
     from .modes import BACKBONE_ONLY, REFERENCE
 
     names = arguments.only.split(",") if arguments.only is not None else list(CLAIMS)
@@ -32,7 +32,7 @@ def main(argv: list[str]):
         one_of("--only", name, CLAIMS)
     given = _given(parser, arguments)
     rows, scorer = _data(arguments)
-    model, tokenizer = _load(arguments)
+    model, tokenizer = load(arguments)
     full = load_full_head(arguments) if arguments.full_head is not None else None
     settings = Settings(
         modes={REFERENCE: BACKBONE_ONLY},
@@ -148,33 +148,6 @@ def _embedded_task(arguments):
 
     folder = fetch(arguments.model, arguments.revision)[0].resolve()
     return next((task for task in TASKS.values() if task.folder.resolve() == folder), None)
-
-
-def load_full_head(arguments):
-    """MODEL's backbone under the head of `--full-head`: a folder or Hub id, as training writes it.
-
-    Raises:
-        ValueError: when that head is residual, or belongs to another backbone.
-    """
-    import torch
-
-    from modeling_mrp import MRPForDiffusionLM
-    from modeling_mrp.modeling_mrp import ResidualHead
-
-    from .head_files import load_head, read_head_config
-    from .weight_files import fetch
-
-    folder = fetch(arguments.full_head)[0]
-    trained = read_head_config(folder)
-    if trained["mrp_residual"]:
-        raise ValueError(f"the head in {folder} is residual: --full-head needs one trained with mrp_residual: false")
-    source = fetch(arguments.model, arguments.revision)[0]
-    model = MRPForDiffusionLM.from_backbone(source, num_mrp_layers=0, dtype=arguments.dtype)  # whatever head it has
-    model.config.num_mrp_layers, model.config.mrp_residual = trained["num_mrp_layers"], False
-    model.mrp_head = ResidualHead(model.config).to(model.dtype)
-    load_head(model, folder)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(device).eval()
 
 
 # -- what is shown

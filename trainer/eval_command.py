@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from .cli import command_parser
-from .generate_command import _options as generate_options
+from .generate_command import generate_options
 
 CALIBRATION_PROMPTS = 32
 
@@ -19,8 +19,8 @@ def main(argv: list[str]):
     options = generate_options(rest)
 
     from . import evaluation, plots
-    from .claims_command import load_full_head
     from .head_probe import check_folder
+    from .loading import load, load_full_head
     from .scorers import check_rows, load_scorer
 
     scorer = load_scorer(arguments.scorer, arguments.time_limit)
@@ -38,7 +38,7 @@ def main(argv: list[str]):
         given = (f"--{name} {vars(arguments)[name]}" for name in ("skip", "limit", "calibrate"))
         raise ValueError(f"no row of {arguments.data} is left: {', '.join(given)}")
 
-    model, tokenizer = _load(arguments)
+    model, tokenizer = load(arguments)
     full = load_full_head(arguments) if arguments.full_head is not None else None
     settings = evaluation.Settings(
         modes=_modes(arguments, model.config),
@@ -117,20 +117,6 @@ def _parser():
     parser.add_argument("--dtype", default="auto", help="default: the checkpoint's own")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     return parser
-
-
-def _load(arguments):
-    """Model and tokenizer; a checkpoint without a head stays without one."""
-    from modeling_mrp.checkpoints import read_checkpoint
-
-    from .generate_command import load
-    from .weight_files import fetch
-
-    model, tokenizer = load(arguments)
-    folder = fetch(arguments.model, arguments.revision)[0]
-    if arguments.head is None and not read_checkpoint(str(folder), None, None, None, {}).has_head:
-        model.mrp_head, model.config.num_mrp_layers = None, 0
-    return model, tokenizer
 
 
 def _modes(arguments, config) -> dict[str, dict]:

@@ -30,12 +30,14 @@ def main(argv: list[str]):
     parser.add_argument("--stream", action="store_true", help="print blocks as they finish (one prompt)")
     parser.add_argument("--json", action="store_true", help="print texts, statistics and options as JSON")
     arguments, rest = parser.parse_known_args(argv)
-    options = {"max_new_tokens": arguments.max_new_tokens} | _options(rest)
+    options = {"max_new_tokens": arguments.max_new_tokens} | generate_options(rest)
     prompts = read_prompts(arguments)
     if arguments.stream and (len(prompts) != 1 or arguments.json):
         raise ValueError("--stream shows one prompt as text: give one --prompt and no --json")
 
     import torch
+
+    from .loading import encode, load
 
     model, tokenizer = load(arguments)
     inputs = encode(tokenizer, prompts, raw=arguments.raw).to(model.device)
@@ -50,40 +52,7 @@ def main(argv: list[str]):
         print("\n".join(texts))
 
 
-def load(arguments):
-    """The model, in eval mode on its device, and its tokenizer; a head of its own is put on when asked for."""
-    import torch
-    from transformers import AutoTokenizer
-
-    from modeling_mrp import MRPForDiffusionLM
-
-    from .head_files import load_head, read_head_config
-    from .weight_files import fetch
-
-    folder = fetch(arguments.model, arguments.revision)[0]
-    head = {} if arguments.head is None else read_head_config(fetch(arguments.head)[0])
-    options = {name: head.get(name) for name in ("num_mrp_layers", "mrp_residual")}
-    model = MRPForDiffusionLM.from_backbone(folder, **options, dtype=arguments.dtype)
-    if arguments.head is not None:
-        load_head(model, arguments.head)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    # with our config and no trust, the tokenizer's class is transformers' own, whatever code the folder names
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder, config=model.config, padding_side="left", trust_remote_code=False
-    )
-    return model.to(device).eval(), tokenizer
-
-
-def encode(tokenizer, prompts: list[str], raw: bool = False):
-    """Token ids and attention mask of prompts, left-padded, through the chat template when there is one."""
-    if tokenizer.chat_template is not None and not raw:
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-        return tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
-    return tokenizer(prompts, return_tensors="pt", padding=True)
-
-
-def _options(rest: list[str]) -> dict:
+def generate_options(rest: list[str]) -> dict:
     """{"mrp_steps": 4} of ["--mrp_steps", "4"]; values are read as YAML."""
     options = {}
     pairs = iter(rest)

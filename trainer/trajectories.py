@@ -105,7 +105,7 @@ def main(argv: list[str]):
     if arguments.out.suffix != ".parquet":
         raise ValueError(f"--out must end in .parquet, got {arguments.out}")
 
-    from .generate_command import load
+    from .loading import load
 
     model, tokenizer = load(arguments)
     source = load_source(arguments.data, split=arguments.split)

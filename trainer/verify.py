@@ -244,7 +244,8 @@ def describe_acceptance(acceptance: Acceptance) -> str:
 
 def main(argv: list[str]) -> int:
     """Print the report; exit status 1 when something differs by more than rounding (at all, in float32)."""
-    from .generate_command import encode, load, read_prompts
+    from .generate_command import read_prompts
+    from .loading import encode, load
 
     parser = command_parser(
         "verify",

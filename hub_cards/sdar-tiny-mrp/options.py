@@ -130,9 +130,9 @@ class DecodingOptions:
 OPTION_NAMES = tuple(field.name for field in fields(DecodingOptions))
 
 
-def nearest(name: str, names) -> str:
+def nearest(name: str, names, likeness: float = 0.6) -> str:
     """' Did you mean ...?' for a mistyped name, or nothing."""
-    close = difflib.get_close_matches(str(name), [str(known) for known in names], n=1)
+    close = difflib.get_close_matches(str(name), [str(known) for known in names], n=1, cutoff=likeness)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

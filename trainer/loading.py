@@ -1,0 +1,66 @@
+"""The model and the tokenizer that a command decodes with, from its arguments `model`, `revision`, `dtype`, ..."""
+
+import torch
+from transformers import AutoTokenizer
+
+from modeling_mrp import MRPForDiffusionLM
+from modeling_mrp.checkpoints import read_checkpoint
+from modeling_mrp.modeling_mrp import ResidualHead
+
+from .head_files import load_head, read_head_config
+from .weight_files import fetch
+
+
+def load(arguments):
+    """The model, in eval mode on its device, and its tokenizer, which pads on the left.
+
+    A head of its own (`head`) is put on when asked for; a checkpoint without a head otherwise stays without one.
+    """
+    folder = fetch(arguments.model, arguments.revision)[0]
+    if arguments.head is None:
+        model = _as_stored(folder, arguments)
+    else:
+        trained = read_head_config(fetch(arguments.head)[0])
+        head = {name: trained.get(name) for name in ("num_mrp_layers", "mrp_residual")}
+        model = load_head(MRPForDiffusionLM.from_backbone(folder, **head, dtype=arguments.dtype), arguments.head)
+    # with our config and no trust, the tokenizer's class is transformers' own, whatever code the folder names
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, config=model.config, padding_side="left", trust_remote_code=False
+    )
+    return _placed(model, arguments), tokenizer
+
+
+def load_full_head(arguments):
+    """The backbone of `model` under the head of `full_head`: a folder or Hub id, as training writes it.
+
+    Raises:
+        ValueError: when that head is residual, or belongs to another backbone.
+    """
+    folder = fetch(arguments.full_head)[0]
+    trained = read_head_config(folder)
+    if trained["mrp_residual"]:
+        raise ValueError(f"the head in {folder} is residual: --full-head needs one trained with mrp_residual: false")
+    model = _as_stored(fetch(arguments.model, arguments.revision)[0], arguments)
+    model.config.num_mrp_layers, model.config.mrp_residual = trained["num_mrp_layers"], False
+    model.mrp_head = ResidualHead(model.config).to(model.dtype)
+    load_head(model, folder)
+    return _placed(model, arguments)
+
+
+def _as_stored(folder, arguments) -> MRPForDiffusionLM:
+    head = {} if read_checkpoint(str(folder), None, None, None, {}).has_head else {"num_mrp_layers": 0}
+    return MRPForDiffusionLM.from_backbone(folder, **head, dtype=arguments.dtype)
+
+
+def _placed(model, arguments):
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(device).eval()
+
+
+def encode(tokenizer, prompts: list[str], raw: bool = False):
+    """Token ids and attention mask of prompts, left-padded, through the chat template when there is one."""
+    if tokenizer.chat_template is not None and not raw:
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        return tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+    return tokenizer(prompts, return_tensors="pt", padding=True)
