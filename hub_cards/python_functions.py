@@ -7,6 +7,7 @@ that a small model meets one style. Which files are held out depends on their na
 import ast
 import hashlib
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -92,7 +93,9 @@ def functions(split: str) -> tuple[Function, ...]:
 def parses(prompt: str, answer: str) -> bool:
     """Whether prompt and answer are one whole function, and nothing else."""
     try:
-        module = ast.parse(prompt + answer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a model's text is full of what Python warns about
+            module = ast.parse(prompt + answer)
     except (SyntaxError, ValueError):
         return False
     return len(module.body) == 1 and isinstance(module.body[0], ast.FunctionDef)

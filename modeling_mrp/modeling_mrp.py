@@ -205,7 +205,8 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
         cache, clean_hidden = None, None
         if clean_ids is not None:
             cache = ContextCache()
-            clean_hidden = self.backbone_hidden_states(clean_ids, positions, stream(CLEAN), cache=cache)
+            mask = self.attention_mask(stream(CLEAN))
+            clean_hidden = self.backbone_hidden_states(clean_ids, positions, mask, cache)
         hidden = self._backbone_on_streams(noisy, positions, stream(1), stream(CLEAN), cache)
 
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
@@ -225,15 +226,18 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
         """h, [R, S, L, H], of S streams [R, S, L] that do not see one another, as rows behind the cached context."""
         streams = ids.shape[1]
         own, context = (part.map(lambda field: field.repeat_interleave(streams, 0)) for part in (own, context))
-        keys = own if cache is None else join([context, own])
-        hidden = self.backbone_hidden_states(
-            ids.flatten(0, 1), positions.repeat_interleave(streams, 0), own, keys, cache
-        )
+        mask = self.attention_mask(own, None if cache is None else join([context, own]))
+        positions = positions.repeat_interleave(streams, 0)
+        hidden = self.backbone_hidden_states(ids.flatten(0, 1), positions, mask, cache)
         return hidden.unflatten(0, (-1, streams))
 
-    def backbone_hidden_states(self, ids, positions, tokens: Tokens, keys: Tokens | None = None, cache=None):
-        """h of the backbone, [R, Q, H], for queries `ids` [R, Q] that see `keys` (default: one another)."""
-        mask = self._mask(tokens, tokens if keys is None else keys)
+    def attention_mask(self, tokens: Tokens, keys: Tokens | None = None):
+        """The mask of queries `tokens` that see `keys` (default: one another), for the attention in use."""
+        keys = tokens if keys is None else keys
+        return attention_mask(tokens, keys, self.config._attn_implementation, self.dtype)
+
+    def backbone_hidden_states(self, ids, positions, mask, cache=None):
+        """h of the backbone, [R, Q, H], for `ids` [R, Q] under a mask of `attention_mask`."""
         with torch.no_grad() if self.backbone_frozen else nullcontext():
             return self.model(
                 ids,
@@ -244,35 +248,28 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
                 **{CACHE_ARGUMENT: cache},
             ).last_hidden_state
 
-    def corrected_hidden_states(self, ids, hidden, positions, tokens: Tokens, keys: Tokens | None = None, cache=None):
+    def corrected_hidden_states(self, ids, hidden, positions, mask, cache=None):
         """acc_k, [R, Q, H], on the state `ids` [R, Q] and h_A or acc_{k-1}, `hidden` [R, Q, H]: one head step."""
-        mask = self._mask(tokens, tokens if keys is None else keys)
-        return self._run_head(ids, hidden, positions, mask, cache)
+        embeddings = self.model.embed_tokens(ids)
+        output = self.mrp_head(embeddings, hidden, mask, self.model.rotary_emb(embeddings, positions), cache)
+        return hidden + output if self.config.mrp_residual else output
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """W h, [..., V], for hidden states [..., H] of any dtype."""
         return self.lm_head(hidden.to(self.lm_head.weight.dtype))
 
-    def _mask(self, q: Tokens, k: Tokens):
-        return attention_mask(q, k, self.config._attn_implementation, self.dtype)
-
-    def _run_head(self, ids, hidden, positions, mask, cache=None):
-        embeddings = self.model.embed_tokens(ids)
-        output = self.mrp_head(embeddings, hidden, mask, self.model.rotary_emb(embeddings, positions), cache)
-        return hidden + output if self.config.mrp_residual else output
-
     def _unroll_head(self, states, hidden, clean, positions, tokens: Tokens):
         """acc_1..acc_K, [R, K, L, H]: every step reads the state x_k and acc_{k-1}; the clean stream never changes."""
-        mask = self._mask(tokens, tokens)
+        mask = self.attention_mask(tokens)
         length = hidden.shape[1]
         accumulated = []
         for state in states:
             if clean is None:
-                hidden = self._run_head(state, hidden, positions, mask)
+                hidden = self.corrected_hidden_states(state, hidden, positions, mask)
             else:
                 both = torch.cat([hidden, clean[1].to(hidden.dtype)], dim=1)
                 ids = torch.cat([state, clean[0]], dim=1)
-                hidden = self._run_head(ids, both, positions.repeat(1, 2), mask)[:, :length]
+                hidden = self.corrected_hidden_states(ids, both, positions.repeat(1, 2), mask)[:, :length]
             accumulated.append(hidden)
         return torch.stack(accumulated, dim=1)
 

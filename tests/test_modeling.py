@@ -62,7 +62,8 @@ def test_a_head_without_context_matches_the_golden_values(golden_folder):
     positions = torch.arange(start, start + size)[None]
     hidden = model(torch.cat([golden["step.prefix"], golden["step.block"]])[None]).last_hidden_state[:, start:]
     tokens = tokens_of_stream(torch.zeros_like(positions), positions, size, stream=1, context=1)
-    residual = model.corrected_hidden_states(golden["step.revealed_block"][None], hidden, positions, tokens) - hidden
+    mask = model.attention_mask(tokens)
+    residual = model.corrected_hidden_states(golden["step.revealed_block"][None], hidden, positions, mask) - hidden
     torch.testing.assert_close(model.logits(residual)[0], golden["step.residual_logits.block_context"], **CLOSE)
 
 
@@ -197,9 +198,10 @@ def test_a_longer_unroll_begins_like_a_shorter_one(tiny_model):
         torch.testing.assert_close(long[:, :1], short, **SAME)
         positions = torch.arange(13).expand(2, -1)
         tokens = tokens_of_stream(torch.zeros_like(noisy), positions, model.config.block_size, stream=1, context=1)
+        mask = model.attention_mask(tokens)
         first_block = slice(0, 4)  # no context: the stream does not matter there
         for k in (1, 2):
-            step = model.corrected_hidden_states(revealed[:, k], long[:, k - 1], positions, tokens)
+            step = model.corrected_hidden_states(revealed[:, k], long[:, k - 1], positions, mask)
             torch.testing.assert_close(long[:, k, first_block], step[:, first_block], **SAME)
     assert (long[:, 1] - long[:, 0]).abs().max() > 0.1
 

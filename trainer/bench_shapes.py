@@ -13,6 +13,7 @@ from torch import nn
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from modeling_mrp.block_cache import BlockCache
+from modeling_mrp.decoding import Place
 from modeling_mrp.masks import CLEAN, Tokens
 from modeling_mrp.sampling import Sampler
 
@@ -95,18 +96,13 @@ class StepParts:
     @torch.no_grad()
     def backbone(self, candidates: int):
         """One forward of the backbone over `candidates` states of the block that do not see one another."""
-        tokens, positions = self._place(candidates)
         ids = self.ids[:, :candidates].flatten(1)
-        return self.model.backbone_hidden_states(ids, positions, tokens, self.cache.place(tokens), self.cache)
+        return self.model.backbone_hidden_states(ids, *self._place(candidates), self.cache)
 
     @torch.no_grad()
     def head(self):
         """One head step on one state of the block."""
-        tokens, positions = self._place(1)
-        keys = self.cache.place(tokens)
-        return self.model.corrected_hidden_states(
-            self.ids[:, 0], self.hidden[:, 0], positions, tokens, keys, self.cache
-        )
+        return self.model.corrected_hidden_states(self.ids[:, 0], self.hidden[:, 0], *self._place(1), self.cache)
 
     @torch.no_grad()
     def logits(self, candidates: int):
@@ -119,11 +115,12 @@ class StepParts:
         block = self.start + torch.arange(self.size, device=self.ids.device)
         return block.repeat(candidates).expand(self.rows, -1)
 
-    def _place(self, candidates: int) -> tuple[Tokens, torch.Tensor]:
+    def _place(self, candidates: int) -> Place:
         positions = self._positions(candidates)
         stream = torch.arange(1, candidates + 1, device=positions.device).repeat_interleave(self.size)
         zero = torch.zeros_like(positions)
-        return Tokens(zero, positions // self.size, stream.expand_as(positions), zero + CLEAN), positions
+        tokens = Tokens(zero, positions // self.size, stream.expand_as(positions), zero + CLEAN)
+        return Place(positions, self.model.attention_mask(tokens, self.cache.place(tokens)))
 
 
 def measure_costs(

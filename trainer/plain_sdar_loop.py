@@ -45,7 +45,8 @@ def plain_sdar_loop(
     def forward(start: int, end: int) -> torch.Tensor:
         """h of the columns [start, end), [R, Q, H]; their keys and values are appended to the cache."""
         own, seen = tokens.map(lambda field: field[:, start:end]), tokens.map(lambda field: field[:, :end])
-        return model.backbone_hidden_states(ids[:, start:end], positions[:, start:end], own, seen, cache)
+        mask = model.attention_mask(own, seen)
+        return model.backbone_hidden_states(ids[:, start:end], positions[:, start:end], mask, cache)
 
     def answers() -> list[list[int]]:
         rows = zip(ids.tolist(), padding, prompts, ends, strict=True)

@@ -6,7 +6,7 @@ import torch
 
 CONSTANT = ("prompt_lengths", "limits")
 RESULTS = ("tokens", "starts", "running", "forwards", "revealed_by_head", "reveal_steps", "proposed", "accepted")
-IN_PROGRESS = ("pending", "steps", "opening", "hidden", "scores")
+IN_PROGRESS = ("positions", "pending", "steps", "opening", "hidden", "scores")
 
 
 class BlockState:
@@ -36,6 +36,7 @@ class BlockState:
         self.tokens[column >= prompt_lengths[:, None]] = mask_token_id
 
         self.starts = prompt_lengths // block_size * block_size  # of the current block
+        self.positions = self.starts[:, None] + torch.arange(block_size, device=device)  # of its tokens, [R, B]
         self.pending = prompt_lengths // block_size  # clean blocks before it that are not in the cache yet
         self.steps = torch.zeros_like(prompt_lengths)  # denoising steps done in the current block
         self.opening = torch.ones(rows, dtype=torch.bool, device=device)  # no forward has seen the current block yet
@@ -73,11 +74,6 @@ class BlockState:
             [running.sum(), (self.pending * running).max(), longest, (self.opening & self.running).sum()]
         )
         self.running_rows, self.max_pending, self.next_longest, self.opening_rows = numbers.tolist()
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """Positions of the current block, [R, B]."""
-        return self.starts[:, None] + torch.arange(self.block_size, device=self.starts.device)
 
     @property
     def block(self) -> torch.Tensor:
@@ -137,6 +133,7 @@ class BlockState:
         moved = settled & ~ended
         self.running = self.running & ~ended
         self.starts = self.starts + moved * self.block_size
+        self.positions = self.positions + moved[:, None] * self.block_size
         self.pending = self.pending + moved.long()
         self.steps = torch.where(moved, 0, self.steps)
         self.opening = self.opening | moved

@@ -33,6 +33,13 @@ class Candidates(NamedTuple):
     stream: torch.Tensor
 
 
+class Place(NamedTuple):
+    """Where the tokens of a forward stand, [R, Q], and the mask of what they see; the cache has slots for them."""
+
+    positions: torch.Tensor
+    mask: torch.Tensor
+
+
 class Decoder:
     """Decodes the rows of one `BlockState`.
 
@@ -106,10 +113,12 @@ class Decoder:
         block, hidden = state.block, state.hidden
         blocks, live = [block], [state.running]
         drafting = state.running & ~state.opening
-        logits = None
+        logits, place = None, None
         for depth in range(1, self.options.candidates if state.running_rows > state.opening_rows else 1):
             if self.options.mrp_draft == "head" and (depth - 1) % self.options.mrp_drafts_per_head_step == 0:
-                hidden = self.corrected_hidden(block[:, None], hidden[:, None], drafting[:, None])[:, 0]
+                # rows that stop drafting keep their place: what comes of them is not read
+                place = self.place_of_states(drafting[:, None]) if place is None else place
+                hidden = self.corrected_hidden(block[:, None], hidden[:, None], drafting[:, None], place)[:, 0]
                 logits = None
             if logits is None:
                 logits = self.model.logits(hidden)
@@ -146,84 +155,87 @@ class Decoder:
         The clean blocks ride along and are committed to the cache, so no forward only stores. A state and its shadow
         are one forward too, over twice the block's positions.
         """
-        state, size = self.state, self.state.block_size
-        rows, count = candidates.live.shape
-        groups = self._groups(candidates.live)
-        clean_ids, clean_positions, clean_real = state.clean_blocks(state.max_pending)
+        state = self.state
+        blocks, live = candidates.blocks, candidates.live
+        positions = state.positions[:, None].expand_as(blocks)
+        stream = candidates.stream[:, None].expand_as(blocks)
+        real = live[..., None].expand_as(blocks)
+        if not state.max_pending:
+            state.forwards[:, BACKBONE] += state.running
+            return self._backbone(blocks, positions, stream, real)
 
         # group g of a row is its clean block g, or behind these its candidate g - pending
-        pending = (state.pending * state.running)[:, None]
+        pending, count = (state.pending * state.running)[:, None], live.shape[1]
+        groups = int((pending[:, 0] + live.sum(1)).max())
         group = torch.arange(groups, device=pending.device)[None]
         number = (group - pending).clamp(0, count - 1)
-        is_candidate = (group >= pending) & (group - pending < count) & candidates.live.gather(1, number)
-        ids = candidates.blocks.gather(1, number[..., None].expand(-1, -1, size))
-        positions = state.positions[:, None].expand(rows, groups, size)
-        stream = candidates.stream[number][..., None].expand(rows, groups, size)
-        real = is_candidate[..., None].expand(rows, groups, size)
-        if state.max_pending:
-            fill = groups - state.max_pending
-            ids, positions, stream, real = (
-                torch.where(_extend(clean_real, fill), _extend(ours, fill), theirs)
-                for ours, theirs in (
-                    (clean_ids, ids),
-                    (clean_positions, positions),
-                    (torch.full_like(clean_ids, CLEAN), stream),
-                    (clean_real, real),
-                )
+        is_candidate = (group >= pending) & (group - pending < count)
+        fields = (
+            field.gather(1, number[..., None].expand(-1, -1, state.block_size))
+            for field in (blocks, positions, stream, real)
+        )
+        ids, positions, stream, real = fields
+        real = real & is_candidate[..., None]
+        clean_ids, clean_positions, clean_real = state.clean_blocks(state.max_pending)
+        fill = groups - state.max_pending
+        ids, positions, stream, real = (
+            torch.where(_extend(clean_real, fill), _extend(ours, fill), theirs)
+            for ours, theirs in (
+                (clean_ids, ids),
+                (clean_positions, positions),
+                (torch.full_like(clean_ids, CLEAN), stream),
+                (clean_real, real),
             )
-        tokens = self._tokens(positions, stream, real)
-        hidden = self.model.backbone_hidden_states(
-            ids.flatten(1), positions.flatten(1), tokens, self.cache.place(tokens), self.cache
-        ).unflatten(1, (groups, size))
+        )
+        hidden = self._backbone(ids, positions, stream, real)
 
         state.forwards[:, BACKBONE] += state.running
         state.forwards[:, PREFILL] += state.running & (state.forwards[:, BACKBONE] == 1) & (state.pending > 0)
-        if state.max_pending:
-            self._commit(clean_ids, clean_positions, clean_real, hidden[:, : state.max_pending])
+        self._commit(clean_ids, clean_positions, clean_real, hidden[:, : state.max_pending])
         at = (pending + torch.arange(count, device=pending.device)).clamp(max=groups - 1)
         return hidden.gather(1, at[..., None, None].expand(-1, -1, *hidden.shape[2:]))
 
-    def _groups(self, live: torch.Tensor) -> int:
-        """Width of the packed forward in blocks: the most that a row needs."""
-        if not self.state.max_pending:
-            return live.shape[1]
-        return int((self.state.pending * self.state.running + live.sum(1)).max())
+    def _backbone(self, ids, positions, stream, real) -> torch.Tensor:
+        """h of a row's groups of tokens, [R, G, B, H]; all arguments are [R, G, B]."""
+        place = self.place(positions, stream, real)
+        hidden = self.model.backbone_hidden_states(ids.flatten(1), *place, self.cache)
+        return hidden.unflatten(1, ids.shape[1:])
 
     def _commit(self, ids, positions, real, hidden):
         """Keep the clean blocks' keys and values, after the head has added its own from their hidden states."""
         state = self.state
         if self.options.uses_head:
-            tokens = self._tokens(positions, torch.full_like(ids, CLEAN), real)
-            keys = self.cache.place(tokens)
-            self.model.corrected_hidden_states(
-                ids.flatten(1), hidden.flatten(1, 2), positions.flatten(1), tokens, keys, self.cache
-            )
+            place = self.place(positions, torch.full_like(ids, CLEAN), real)
+            self.model.corrected_hidden_states(ids.flatten(1), hidden.flatten(1, 2), *place, self.cache)
             state.forwards[:, HEAD] += real.any(-1).any(-1)
         committed = state.pending * state.running
         self.cache.commit(committed * state.block_size, state.next_longest)
         state.pending = state.pending - committed
 
-    def corrected_hidden(self, blocks, hidden, real) -> torch.Tensor:
+    def corrected_hidden(self, blocks, hidden, real, place: Place | None = None) -> torch.Tensor:
         """acc_k, [R, G, B, H], of states [R, G, B] of the current block after hidden states [R, G, B, H].
 
-        The states do not see one another; `real` [R, G] marks those that count.
+        The states do not see one another; `real` [R, G] marks those that count. `place` is that of the first of
+        several head steps in a row, on as many states.
         """
-        state = self.state
-        positions = state.positions[:, None].expand_as(blocks)
-        stream = torch.arange(1, blocks.shape[1] + 1, device=blocks.device)[None, :, None].expand_as(blocks)
-        tokens = self._tokens(positions, stream, real[..., None].expand_as(blocks))
-        corrected = self.model.corrected_hidden_states(
-            blocks.flatten(1), hidden.flatten(1, 2), positions.flatten(1), tokens, self.cache.place(tokens), self.cache
-        )
-        state.forwards[:, HEAD] += real.any(1)
+        place = self.place_of_states(real) if place is None else place
+        corrected = self.model.corrected_hidden_states(blocks.flatten(1), hidden.flatten(1, 2), *place, self.cache)
+        self.state.forwards[:, HEAD] += real.any(1)
         return corrected.unflatten(1, blocks.shape[1:])
 
-    def _tokens(self, positions, stream, real) -> Tokens:
-        """Mask fields, flattened to [R, G * B], of groups that all take the clean prefix as context."""
+    def place_of_states(self, real: torch.Tensor) -> Place:
+        """The place of states of the current block that do not see one another; `real` [R, G]: those that count."""
+        positions = self.state.positions[:, None].expand(-1, real.shape[1], -1)
+        stream = torch.arange(1, real.shape[1] + 1, device=real.device)[None, :, None].expand_as(positions)
+        return self.place(positions, stream, real[..., None].expand_as(positions))
+
+    def place(self, positions, stream, real) -> Place:
+        """The place of groups of tokens [R, G, B] that all take the clean prefix as context."""
         segment = torch.where(real, 0, PADDING)
         block = positions // self.state.block_size
         position = positions if self.options.revokes else None
-        return Tokens(segment, block, stream, torch.full_like(stream, CLEAN), position).map(lambda f: f.flatten(1))
+        tokens = Tokens(segment, block, stream, torch.full_like(stream, CLEAN), position).map(lambda f: f.flatten(1))
+        return Place(positions.flatten(1), self.model.attention_mask(tokens, self.cache.place(tokens)))
 
     # -- verification and steps
 
@@ -244,7 +256,8 @@ class Decoder:
         drafted = candidates.blocks[row, last]
         # masked in the first j candidates on the way: revealed at the step on the j-th
         steps = state.steps[:, None] + (masked & (depth <= last[:, None])[..., None]).sum(1) - 1
-        state.write(drafted, state.running, steps, by_head=self.options.mrp_draft == "head")
+        if count > 1:
+            state.write(drafted, state.running, steps, by_head=self.options.mrp_draft == "head")
         if self.sampler.with_scores:
             self._write_path_scores(candidates, following, read.scores, last)
         state.hidden = hidden[row, last]
@@ -260,13 +273,15 @@ class Decoder:
 
     def _confirmed(self, candidates: Candidates, read, following) -> torch.Tensor:
         """Which candidates the backbone reaches too, [R, C]: a prefix of each chain, the first always."""
+        first = torch.ones_like(candidates.live[:, :1])
+        if candidates.live.shape[1] == 1:
+            return first
         drafted = candidates.blocks[:, 1:]
         agrees = (following[:, :-1] == drafted).all(-1)
         if self.options.mrp_acceptance == "token":
             new = drafted != candidates.blocks[:, :-1]
             sure = read.confidence[:, :-1] >= self.options.mrp_acceptance_floor
             agrees = agrees | (((read.token[:, :-1] == drafted) & sure) | ~new).all(-1)
-        first = torch.ones_like(candidates.live[:, :1])
         return torch.cat([first, agrees & candidates.live[:, 1:]], dim=1).cumprod(1).bool()
 
     def _write_path_scores(self, candidates: Candidates, following, scores, last):
@@ -282,13 +297,14 @@ class Decoder:
 
     def step_from_corrected_logits(self):
         """`direct`: up to K steps by the same rule on corrected logits, unverified."""
-        state, hidden = self.state, self.state.hidden
+        state, hidden, place = self.state, self.state.hidden, None
         for _ in range(self.options.mrp_steps):
             block = state.block
             stepping = state.running & ~state.settled(block)
             if not stepping.any():
                 return
-            hidden = self.corrected_hidden(block[:, None], hidden[:, None], stepping[:, None])[:, 0]
+            place = self.place_of_states(stepping[:, None]) if place is None else place
+            hidden = self.corrected_hidden(block[:, None], hidden[:, None], stepping[:, None], place)[:, 0]
             read = self.sampler.read(self.model.logits(hidden), state.positions, state.steps, self.context)
             reveal = self.rule(read.confidence, read.entropy, block == state.mask_token_id)
             if self.sampler.with_scores:
