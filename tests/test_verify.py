@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from trainer.verify import describe, main, passed, verify
+from modeling_mrp.step_rules import StepRule
+from trainer.verify import describe, main, order_margin, passed, verify
 
 
 @pytest.fixture
@@ -30,13 +31,13 @@ def test_a_difference_is_located_with_its_candidates(tiny_model, word_tokenizer,
     assert found and not any(passed(check, strict=True) for check in found)
     for check in found:
         difference = check.difference
-        assert difference.backbone_token != difference.spec_token
+        assert difference.expected != difference.found
         assert "DIFFERENT" in describe(check, strict=True)
         assert f"position {difference.position}" in describe(check, strict=True)
     greedy = next(check.difference for check in found if "static, greedy" in check.name)
     row = inputs["input_ids"][greedy.prompt][inputs["attention_mask"][greedy.prompt].bool()][None]
     plain = model.generate(row, mrp_mode=None, max_new_tokens=40)
-    assert word_tokenizer.decode(plain[0, greedy.position]) == greedy.backbone_token
+    assert word_tokenizer.decode(plain[0, greedy.position]) == greedy.expected
 
 
 def test_command_exits_1_on_a_difference_and_0_without(tiny_model, word_tokenizer, tmp_path, capsys):
@@ -57,4 +58,48 @@ def test_margins_of_a_half_precision_difference_are_judged_by_its_rounding(tiny_
         max_new_tokens=18,
         mrp_steps=3,
     )
-    assert all(passed(check, strict=False) for check in checks if "spec equals" in check.name)
+    assert all(passed(check, strict=False) for check in checks if "mask" not in check.name)
+
+
+def test_a_row_that_its_neighbours_change_is_located(tiny_model, word_tokenizer, inputs, monkeypatch):
+    """A model that adds to the logits of batches: rows alone say something else, far beyond rounding."""
+    model = tiny_model(block_size=8, vocab_size=20)
+    logits = model.logits
+    bias = torch.arange(20.0)
+    monkeypatch.setattr(model, "logits", lambda hidden: logits(hidden) + bias * (len(hidden) > 1))
+    checks = verify(model, word_tokenizer, inputs, max_new_tokens=8, mrp_steps=3)
+    check = next(check for check in checks if check.name == "a batch equals its rows, backbone-only")
+    assert check.same < 2 and not passed(check, strict=False)
+    assert check.difference.token_margin > 0.1
+    assert f"{check.difference.found!r}" in describe(check, strict=False)
+
+
+def test_greedy_checks_do_not_sample_whatever_the_checkpoint_prefers(tiny_model, word_tokenizer, inputs):
+    model = tiny_model(block_size=8, vocab_size=20)
+    expected = verify(model, word_tokenizer, inputs, max_new_tokens=18, mrp_steps=3)
+    model.generation_config.update(do_sample=True, temperature=3.0, top_p=0.5)
+    assert verify(model, word_tokenizer, inputs, max_new_tokens=18, mrp_steps=3) == expected
+
+
+CONFIDENCE = torch.tensor([0.95, 0.5, 0.89, 0.3])
+ENTROPY = torch.tensor([0.05, 0.9, 0.06, 2.0])
+MASKED = torch.tensor([True, True, True, False])
+
+
+@pytest.mark.parametrize(
+    "rule, expected",
+    [
+        (StepRule("low_confidence_static"), 0.06),  # 0.95 against 0.89
+        (StepRule("low_confidence_static", tokens_per_step=2), 0.39),  # 0.89 against 0.5
+        (StepRule("low_confidence_static", tokens_per_step=3), float("inf")),  # all of them
+        (StepRule("low_confidence_dynamic", confidence_threshold=0.9), 0.01),  # 0.89 against the threshold
+        (StepRule("low_confidence_dynamic", confidence_threshold=0.6), 0.1),  # 0.5 against the threshold
+        (StepRule("low_confidence_dynamic", confidence_threshold=0.99), 0.06),  # forced: 0.95 against 0.89
+        (StepRule("entropy_bounded", entropy_bound=0.1), 0.01),  # 0.05 + 0.06 against the bound; 0.05 against 0.06
+        (StepRule("entropy_bounded", entropy_bound=0.5), 0.39),  # 0.05 + 0.06 against the bound
+        (StepRule("sequential"), float("inf")),
+    ],
+)
+def test_the_order_margin_is_the_gap_to_another_choice(rule, expected):
+    reveal = rule(CONFIDENCE, ENTROPY, MASKED)
+    assert order_margin(rule, CONFIDENCE, ENTROPY, MASKED, reveal) == pytest.approx(expected, abs=1e-6)

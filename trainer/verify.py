@@ -21,29 +21,31 @@ RULES = {
     "sequential": {"remasking_strategy": "sequential"},
     "entropy": {"remasking_strategy": "entropy_bounded"},
 }
-CHOICES = {"greedy": {}, "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 0}}
+GREEDY = {"do_sample": False}  # whatever the checkpoint's generation config says
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": None}
+CHOICES = {"greedy": GREEDY, "sampling": SAMPLING}
 ROUNDING_STEPS = 8  # a margin of so many units in the last place of the largest value counts as rounding
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where speculative decoding first left backbone-only decoding, replayed without a cache.
+    """Where a text first left that of backbone-only decoding, replayed without a cache.
 
     Attributes:
         prompt: number of the prompt.
         position: of the token, counted from the start of the prompt; step: denoising steps done in its block.
-        backbone_token, spec_token: the two candidates, as text; confidences: of the two, at that state.
+        expected, found: the two candidates, as text; confidences: of the two, at that state.
         token_margin: gap of their scores (noise included when sampling).
-        order_margin: smallest gap in confidence, in this block up to there, between a position that was revealed and
-            one that was not: below rounding, another order is as good.
+        order_margin: how little, in this block up to there, would have had to change for a step to reveal other
+            positions, see `order_margin`: below rounding, another order is as good.
         within_rounding: whether one of the margins is within rounding of the dtype.
     """
 
     prompt: int
     position: int
     step: int
-    backbone_token: str
-    spec_token: str
+    expected: str
+    found: str
     confidences: tuple[float, float]
     token_margin: float
     order_margin: float
@@ -97,25 +99,18 @@ def verify(model, tokenizer, inputs, max_new_tokens: int = 64, seed: int = 0, **
             options = rule_options | choice_options | {"max_new_tokens": max_new_tokens}
             plain, _ = _decode(model, inputs, seed, mrp_mode=None, **options)
             spec, output = _decode(model, inputs, seed, **{"mrp_mode": "spec"} | spec_options, **options)
-            same = (plain == spec).all(1)
-            differing = (~same).nonzero()[:, 0].tolist()
-            difference = None
-            if differing:
-                row = differing[0]
-                prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()]
-                difference = locate(model, tokenizer, row, prompt, plain[row], spec[row], options, seed)
             proposed, accepted = output.stats.drafts_proposed.sum(0)[1:], output.stats.drafts_accepted.sum(0)[1:]
             checks.append(
                 Check(
                     name=f"spec equals backbone-only, {rule}, {choice}",
-                    compared=len(same),
-                    same=int(same.sum()),
+                    compared=len(plain),
+                    same=int((plain == spec).all(1).sum()),
                     tokens_per_forward=output.tokens_per_forward.mean().item(),
                     accepted_by_depth=(accepted / proposed.clamp(min=1)).tolist(),
-                    difference=difference,
+                    difference=_first_difference(model, tokenizer, inputs, plain, spec, options, seed),
                 )
             )
-    return checks + _law_checks(model, inputs, max_new_tokens, seed, spec_options)
+    return checks + _law_checks(model, tokenizer, inputs, max_new_tokens, seed, spec_options)
 
 
 def check_acceptance(model, inputs, max_new_tokens: int = 64, drafts: int = 4) -> Acceptance:
@@ -128,19 +123,37 @@ def check_acceptance(model, inputs, max_new_tokens: int = 64, drafts: int = 4) -
     return Acceptance(mean=sum(rates) / len(rates) if rates else None, **recorded)
 
 
-def _law_checks(model, inputs, max_new_tokens, seed, spec_options) -> list[Check]:
+def _law_checks(model, tokenizer, inputs, max_new_tokens, seed, spec_options):
     checks = []
+    options = GREEDY | {"max_new_tokens": max_new_tokens}
     for name, mode in {"backbone-only": {"mrp_mode": None}, "spec": {"mrp_mode": "spec"} | spec_options}.items():
-        together, _ = _decode(model, inputs, seed, max_new_tokens=max_new_tokens, **mode)
-        same = 0
-        for row, (ids, mask) in enumerate(zip(inputs["input_ids"], inputs["attention_mask"], strict=True)):
-            alone = {"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]}
-            new, _ = _decode(model, alone, seed, max_new_tokens=max_new_tokens, **mode)
-            same += int(torch.equal(new[0], together[row, : new.shape[1]]))
-        checks.append(Check(f"a batch equals its rows, {name}", len(together), same))
+        together, _ = _decode(model, inputs, seed, **mode, **options)
+        alone = []
+        for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+            row = {"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]}
+            alone.append(_decode(model, row, seed, **mode, **options)[0])
+        alone = torch.cat(alone)
+        checks.append(
+            Check(
+                name=f"a batch equals its rows, {name}",
+                compared=len(alone),
+                same=int((alone == together).all(1).sum()),
+                difference=_first_difference(model, tokenizer, inputs, alone, together, options, seed),
+            )
+        )
         clean = (together != model.config.mask_token_id).all(1)
         checks.append(Check(f"no mask token is returned, {name}", len(together), int(clean.sum())))
     return checks
+
+
+def _first_difference(model, tokenizer, inputs, expected, found, options, seed) -> Difference | None:
+    """Of the first row in which the new tokens [R, max_new_tokens] differ."""
+    differing = (expected != found).any(1).nonzero()[:, 0].tolist()
+    if not differing:
+        return None
+    row = differing[0]
+    prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()]
+    return locate(model, tokenizer, row, prompt, expected[row], found[row], options, seed)
 
 
 def _decode(model, inputs, seed, max_new_tokens, **options):
@@ -179,7 +192,7 @@ def locate(model, tokenizer, number, prompt, plain, spec, options, seed) -> Diff
         with_scores=True,
     )
     positions = torch.arange(start, start + size, device=row.device)[None]
-    order_margin = float("inf")
+    narrowest = float("inf")
     for step in range(size):
         with torch.no_grad():
             logits = model(row[None]).logits[:, start:]
@@ -187,10 +200,8 @@ def locate(model, tokenizer, number, prompt, plain, spec, options, seed) -> Diff
         read = sampler.read(logits, positions, steps, row[None])
         masked = row[None, start:] == mask_id
         reveal = rule(read.confidence, read.entropy, masked)[0]
-        left = masked[0] & ~reveal
-        if left.any():
-            gap = read.confidence[0][reveal].min() - read.confidence[0][left].max()
-            order_margin = min(order_margin, gap.abs().item())
+        entropy = None if read.entropy is None else read.entropy[0]
+        narrowest = min(narrowest, order_margin(rule, read.confidence[0], entropy, masked[0], reveal))
         wrong = (reveal & (read.token[0] != theirs) & (theirs != mask_id)).nonzero()[:, 0].tolist()
         if wrong or step == size - 1:
             at = wrong[0] if wrong else first - start
@@ -203,9 +214,32 @@ def locate(model, tokenizer, number, prompt, plain, spec, options, seed) -> Diff
             token_is_close = margin <= step_size * logits[0, at].abs().max().item()
             return Difference(
                 number, start + at, step, tokenizer.decode(ours), tokenizer.decode(other), tuple(probabilities),
-                margin, order_margin, token_is_close or order_margin <= step_size,
+                margin, narrowest, token_is_close or narrowest <= step_size,
             )  # fmt: skip
         row[start:][reveal] = read.token[0][reveal]
+
+
+def order_margin(rule, confidence, entropy, masked, reveal) -> float:
+    """How little would have to change for a step to reveal other positions: a gap in confidence, or in nats.
+
+    Between a position that was revealed and one that was not, or to the threshold or bound of the rule.
+
+    Args:
+        rule: a `StepRule`; confidence, entropy (or None), masked, reveal: of one block, [B].
+    """
+    if rule.strategy == "sequential":
+        return float("inf")
+    sure, gaps, ranked = confidence, [], True
+    if rule.strategy == "entropy_bounded":
+        sure = -entropy
+        gaps = [(entropy[masked].sort().values.cumsum(0)[1:] - rule.entropy_bound).abs()]  # one is always revealed
+    elif rule.strategy == "low_confidence_dynamic":
+        gaps = [(confidence[masked].sort().values[:-1] - rule.confidence_threshold).abs()]
+        ranked = confidence[masked].max() <= rule.confidence_threshold  # the surest is revealed all the same
+    left = masked & ~reveal
+    if ranked and left.any():
+        gaps.append((sure[reveal].min() - sure[left].max())[None])
+    return min((gap.min().item() for gap in gaps if len(gap)), default=float("inf"))
 
 
 def passed(check: Check, strict: bool) -> bool:
@@ -226,7 +260,7 @@ def describe(check: Check, strict: bool) -> str:
         d = check.difference
         line += (
             f"\n          prompt {d.prompt}, position {d.position}, step {d.step} of its block: "
-            f"{d.backbone_token!r} ({d.confidences[0]:.4f}) alone, {d.spec_token!r} ({d.confidences[1]:.4f}) in spec; "
+            f"{d.found!r} ({d.confidences[1]:.4f}) instead of {d.expected!r} ({d.confidences[0]:.4f}); "
             f"score margin {d.token_margin:.3g}, order margin {d.order_margin:.3g}"
         )
     return line
