@@ -146,12 +146,21 @@ def test_wrong_numbers_are_named():
         bench.measure_costs("tiny", TINY, [0], [2], layers=1)
 
 
-@pytest.mark.parametrize("text", ["nonsense", "[0.5]", '{"accepted": [1.2]}', '{"accepted": "high"}', "{}"])
+@pytest.mark.parametrize(
+    "text", ["nonsense", "[0.5]", '{"accepted": [1.2]}', '{"accepted": "high"}', "{}", '{"rows": []}']
+)
 def test_a_wrong_acceptance_file_is_refused(tmp_path, text):
     path = tmp_path / "accepted.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="accepted.json"):
         bench.read_accepted(str(path))
+
+
+def test_rates_are_those_of_the_deepest_exact_spec_row_of_a_benchmark(tmp_path):
+    rows = {"static": [], "spec-2": [0.9], "spec-4": [0.8, 0.6, 0.4], "spec-8-token": [0.9] * 7, "spec-4-self": [0.5]}
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"rows": [{"mode": mode, "accepted": rates} for mode, rates in rows.items()]}))
+    assert bench.read_accepted(str(path)) == [0.8, 0.6, 0.4]
 
 
 def test_command_predicts_as_far_as_the_rates_reach(monkeypatch, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -207,18 +208,24 @@ def _at_depth(model: MRPForDiffusionLM, depth: str, step: Callable[[], None]):
 
 
 def read_accepted(path: str) -> list[float]:
-    """The rates of an acceptance file, see `mrp bench shapes --help`.
+    """The rates of an acceptance file, or of the deepest `spec-K` row in the output of `mrp bench decode --json`.
 
     Raises:
-        ValueError: when the file does not hold {"accepted": [rates between 0 and 1]}.
+        ValueError: when the file does not hold {"accepted": [rates between 0 and 1]}, nor such a row.
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
+    if isinstance(values, dict) and "rows" in values:
+        rows = [row["accepted"] for row in values["rows"] if re.fullmatch(r"spec-\d+", row["mode"])]
+        values = {"accepted": max(rows, key=len, default=None)}
     rates = values.get("accepted") if isinstance(values, dict) else None
     if not isinstance(rates, list) or not all(isinstance(r, int | float) and 0 <= r <= 1 for r in rates):
-        raise ValueError(f'{path} must hold {{"accepted": [rates between 0 and 1]}}, got {str(values)[:80]}')
+        raise ValueError(
+            f'{path} must hold {{"accepted": [rates between 0 and 1]}}, or what `mrp bench decode MODEL --modes spec-8'
+            f" --json` prints, got {str(values)[:80]}"
+        )
     return [float(rate) for rate in rates]
 
 
@@ -270,11 +277,11 @@ def parser() -> argparse.ArgumentParser:
         "bench shapes",
         "Time a backbone step, the packed verification of K candidates and a head step on random weights of SDAR's\n"
         "sizes. A few layers are measured and extrapolated to all, on a GPU the full stack.\n\n"
-        'With --accepted FILE the speed-up over K is predicted. FILE holds {"accepted": [0.8, 0.6, ...]}: the shares\n'
-        "of the drafts 1, 2, ... steps behind the backbone's own certain one that were accepted (a draft after one\n"
-        "that was refused counts as refused), as in a `spec` row of `mrp bench decode MODEL --json`. The prediction\n"
-        "is for the static rule with one token a step; rows of a batch are taken to need the same rounds, so it is\n"
-        "an upper bound for batches.",
+        "With --accepted FILE the speed-up over K is predicted. FILE is the output of `mrp bench decode MODEL\n"
+        '--modes spec-8 --json`, or holds {"accepted": [0.8, 0.6, ...]}: the shares of the drafts 1, 2, ... steps\n'
+        "behind the backbone's own certain one that were accepted (a draft after one that was refused counts as\n"
+        "refused). The prediction is for the static rule with one token a step; rows of a batch are taken to need\n"
+        "the same rounds, so it is an upper bound for batches.",
         "mrp bench shapes --shapes 4b --batch-sizes 1 8 --candidates 1 2 4 8 --accepted accepted.json",
     )
     cuda = torch.cuda.is_available()
