@@ -179,7 +179,7 @@ def choose_residual_threshold(model: MRPForDiffusionLM, task) -> float:
     The best one that keeps the wanted tokens per forward, by right answers or, where the task knows none, by those
     equal to static's; the fastest when none does.
     """
-    static, options = (mode_options(name, model.config.block_size) for name in ("static", "remask-residual-0.5"))
+    static, options = (mode_options(name, model.config.block_size) for name in ("static", "remask-residual"))
     modes = {"static": static} | {str(delta): options | {"remask_threshold": delta} for delta in RESIDUAL_THRESHOLDS}
     _, *rows = run_demo(model, task, task.held_out("validation", VALIDATION_SAMPLES), modes)
     for row in rows:

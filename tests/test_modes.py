@@ -24,6 +24,7 @@ def resolved(name: str) -> DecodingOptions:
         ("spec-4-self", {"mrp_steps": 4, "mrp_draft": "self", "mrp_acceptance": "exact"}),
         ("spec-8-token", {"mrp_steps": 8, "mrp_draft": "head", "mrp_acceptance": "token"}),
         ("direct-2", {"mrp_mode": "direct", "mrp_steps": 2}),
+        ("remask-confidence", {"mrp_mode": "remask", "remask_criterion": "confidence", "confidence_threshold": 0.5}),
         ("remask-residual-1", {"mrp_mode": "remask", "remask_criterion": "residual", "confidence_threshold": 1.0}),
     ],
 )
@@ -46,7 +47,7 @@ def test_a_name_stands_for_options(name, expected):
         "dynamic",
         "dynamic-1.5",
     ]
-    + ["dynamic-nan", "remask-0.5", "remask-all-0.5", "remask-confidence", "wide-narrow", "static-4-token", "Static"],
+    + ["dynamic-nan", "remask-0.5", "remask-all-0.5", "remask-confidence-", "wide-narrow", "static-4-token", "Static"],
 )
 def test_another_name_is_an_error_that_says_which_there_are(name):
     with pytest.raises(ValueError, match="there is no mode .*spec-K-self.* N a divisor of the block size .8."):
@@ -72,3 +73,11 @@ def test_an_unknown_kind_of_mode_is_named():
 def test_a_family_is_a_name_without_its_numbers():
     names = ["static", "static-4", "dynamic-0.9", "spec-4-self", "remask-leave_one_out-0.5"]
     assert [family(name) for name in names] == ["static", "static", "dynamic", "spec-self", "remask-leave_one_out"]
+
+
+def test_the_rows_of_the_demo_keep_the_names_that_readers_of_its_json_know():
+    assert list(MODES) == [
+        *("static", "static-2", "static-4", "spec-2", "spec-3", "spec-4", "spec-4-self", "spec-4-token"),
+        *("spec-8-token", "direct-1", "direct-2", "direct-3", "dynamic-0.9", "dynamic-0.7", "dynamic-0.5"),
+        *("remask-leave_one_out", "remask-confidence", "remask-residual"),
+    ]

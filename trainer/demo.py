@@ -20,7 +20,7 @@ DEFAULT_MODEL = "words"
 MODES = (
     *("static", "static-2", "static-4", "spec-2", "spec-3", "spec-4", "spec-4-self", "spec-4-token", "spec-8-token"),
     *("direct-1", "direct-2", "direct-3", "dynamic-0.9", "dynamic-0.7", "dynamic-0.5"),
-    *("remask-leave_one_out-0.5", "remask-confidence-0.5", "remask-residual-0.5"),
+    *("remask-leave_one_out", "remask-confidence", "remask-residual"),
 )
 SHOWN = "spec-4"  # the mode of the one answer that is shown as it comes into being
 
@@ -184,13 +184,13 @@ def stream_answer(model, task, prompt: str, options: dict):
 
 def table_head(scored: bool) -> str:
     accuracy = f"{'accuracy':>9}" if scored else ""
-    return f"{'mode':26}{accuracy}{'tokens/forward':>16}{'forwards':>10}{'time ratio':>12}{'identical':>11}"
+    return f"{'mode':22}{accuracy}{'tokens/forward':>16}{'forwards':>10}{'time ratio':>12}{'identical':>11}"
 
 
 def table_line(row: Row) -> str:
     accuracy = "" if row.accuracy is None else f"{row.accuracy:9.3f}"
     return (
-        f"{row.name:26}{accuracy}{row.tokens_per_forward:16.2f}{row.backbone_forwards:10d}"
+        f"{row.name:22}{accuracy}{row.tokens_per_forward:16.2f}{row.backbone_forwards:10d}"
         f"{row.wall_clock_ratio:11.2f}x{row.identical:11.1%}"
     )
 

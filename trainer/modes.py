@@ -16,12 +16,15 @@ BACKBONE_ONLY = {"mrp_mode": None}
 NARROW = 0.9  # the published threshold of narrow-out, whatever that of wide-in
 WIDE_NARROW = {"mrp_mode": "remask", "remask_criterion": "backbone", "remask_threshold": NARROW}
 DYNAMIC = BACKBONE_ONLY | {"remasking_strategy": "low_confidence_dynamic"}
+REMASK_THRESHOLD = "0.5"  # of `remask-C`: low, so that there is something to take back
 SPEC = {
     (): {"mrp_draft": "head"},
     ("self",): {"mrp_draft": "self"},
     ("token",): {"mrp_draft": "head", "mrp_acceptance": "token"},
 }
-FORMS = "static, static-N, dynamic-T, wide-narrow-T, spec-K, spec-K-self, spec-K-token, direct-K and remask-C-T"
+FORMS = (
+    "static, static-N, dynamic-T, wide-narrow-T, spec-K, spec-K-self, spec-K-token, direct-K, remask-C and remask-C-T"
+)
 
 
 def mode_options(name: str, block_size: int) -> dict:
@@ -31,7 +34,7 @@ def mode_options(name: str, block_size: int) -> dict:
         name: `static`, one token a step by the backbone; `static-N`, N tokens a step; `dynamic-T`, SDAR's threshold
             decoding; `wide-narrow-T`, the same, taking back what later forwards doubt; `spec-K` and `direct-K`, with
             the look-ahead K, `spec-K-self` drafted without a head and `spec-K-token` with token acceptance;
-            `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above the threshold T.
+            `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above the threshold T (0.5 without it).
 
     Raises:
         ValueError: for any other name, or a number out of range.
@@ -46,8 +49,8 @@ def mode_options(name: str, block_size: int) -> dict:
                 return DYNAMIC | _threshold(tau)
             case ["wide", "narrow", tau]:
                 return WIDE_NARROW | _threshold(tau)
-            case ["remask", criterion, tau] if criterion in REMASK_CRITERIA:
-                return {"mrp_mode": "remask", "remask_criterion": criterion} | _threshold(tau)
+            case ["remask", criterion, *tau] if criterion in REMASK_CRITERIA and len(tau) <= 1:
+                return {"mrp_mode": "remask", "remask_criterion": criterion} | _threshold(*tau)
             case ["direct", k]:
                 return {"mrp_mode": "direct", "mrp_steps": _count(k)}
             case ["spec", k, *how] if tuple(how) in SPEC:
@@ -66,7 +69,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _threshold(text: str) -> dict[str, float]:
+def _threshold(text: str = REMASK_THRESHOLD) -> dict[str, float]:
     if not 0 <= float(text) <= 1:
         raise ValueError(text)
     return {"confidence_threshold": float(text)}
