@@ -32,7 +32,6 @@ from .tiny_tasks import TASKS
 SEED = 0
 BLOCK_SIZE = 8
 HEAD_ROWS = 32
-REFINE_SAMPLES = 2400
 REFINEMENT = {
     "choice_weight": 0.1,
     "muon_learning_rate": 0.01,
@@ -129,7 +128,7 @@ def refine_head(model: MRPForDiffusionLM, task, scratch: Path) -> None:
     """Train the head on, on the states that decoding visits: what `compare_heads` found best."""
 
     def rows():
-        visited = visited_rows(model, task, scratch, REFINE_SAMPLES)
+        visited = visited_rows(model, task, scratch, task.refine_samples)
         return Dataset.from_list(packed(list(visited), max(sum(row["lengths"]) for row in visited)))
 
     arguments = head_arguments(scratch / "refinement", max_steps=task.refine_steps, **REFINEMENT)

@@ -32,7 +32,8 @@ class WordProblems:
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12, "head_dim": 32}
     recipe = Recipe(steps=1700)
     head_steps = 600
-    refine_steps = 300
+    refine_steps = 900
+    refine_samples = 4800
     statements = 4864
     right_when = "every step, name, thing and number right"
 
@@ -85,6 +86,7 @@ class PythonFunctions:
     recipe = Recipe(steps=2400, pool_batches=16)
     head_steps = 400
     refine_steps = 400
+    refine_samples = 2400
     right_when = None  # a body can be right in too many ways
 
     @cached_property

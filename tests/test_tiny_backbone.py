@@ -191,7 +191,7 @@ def test_the_whole_build_in_small(tmp_path, monkeypatch, kind):
     from transformers import AutoModel, AutoTokenizer
 
     task = kind()
-    constants = {"HEAD_ROWS": 2, "REFINE_SAMPLES": 4, "TEST_SAMPLES": 2, "VALIDATION_SAMPLES": 2}
+    constants = {"HEAD_ROWS": 2, "TEST_SAMPLES": 2, "VALIDATION_SAMPLES": 2}
     for name, value in constants.items():
         monkeypatch.setattr(build_tiny, name, value)
     monkeypatch.setattr(build_tiny, "RESIDUAL_THRESHOLDS", (0.5, 1.0))
