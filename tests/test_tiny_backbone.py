@@ -174,6 +174,7 @@ class Small:
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     recipe = Recipe(steps=2, rows=2, pool_batches=1)
     head_steps = refine_steps = 2
+    refine_samples = 4
     answer_tokens = 4
 
 
