@@ -25,6 +25,7 @@ from trainer.demo import Row, run_demo
 from trainer.head_files import load_head, save_head
 from trainer.modes import mode_options
 from trainer.trajectories import packed, trajectories
+from trainer.weight_files import backbone_hash
 
 from .tiny_backbone import encode_sample, train_backbone
 from .tiny_tasks import TASKS
@@ -230,6 +231,7 @@ def write_checkpoint(model: MRPForDiffusionLM, task, destination: Path) -> None:
     generation.mrp_mode = "spec"
     generation.max_new_tokens = 8 * -(-task.answer_tokens // 8) + 16
     generation.eos_token_id, generation.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model.config.base_hash = backbone_hash(model)
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
     for name, content in task.extra_files().items():

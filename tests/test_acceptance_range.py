@@ -97,7 +97,7 @@ def test_training_records_what_held_out_prompts_accept(tiny_model, word_tokenize
 
 @pytest.mark.parametrize(
     ("shift", "verdict", "status"),
-    [(0.0, "in range", 0), (0.5, "OUTSIDE", 1), (-0.5, "OUTSIDE", 1), (None, "unknown", 0)],
+    [(0.0, "in range", 0), (0.5, "BELOW", 1), (-0.5, "above", 0), (None, "unknown", 0)],
 )
 def test_verify_compares_with_the_record(model, word_tokenizer, tmp_path, capsys, shift, verdict, status):
     texts = ["what is one plus two ?", "so then"]

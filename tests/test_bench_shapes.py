@@ -147,7 +147,18 @@ def test_wrong_numbers_are_named():
 
 
 @pytest.mark.parametrize(
-    "text", ["nonsense", "[0.5]", '{"accepted": [1.2]}', '{"accepted": "high"}', "{}", '{"rows": []}']
+    "text",
+    [
+        "nonsense",
+        "[0.5]",
+        '{"accepted": [1.2]}',
+        '{"accepted": "high"}',
+        "{}",
+        '{"rows": []}',
+        '{"rows": 3}',
+        '{"rows": [1]}',
+        '{"rows": [{"mode": "spec-4"}]}',
+    ],
 )
 def test_a_wrong_acceptance_file_is_refused(tmp_path, text):
     path = tmp_path / "accepted.json"
@@ -182,3 +193,16 @@ def test_command_predicts_as_far_as_the_rates_reach(monkeypatch, tmp_path, capsy
     text = capsys.readouterr().out
     assert "tiny: 1 of 4 layers measured" in text
     assert text.count("verification is free") == 2
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("--context", "-5", "--context must be at least 0, got -5"),
+        ("--layers", "0", "layers must be at least 1, got 0"),
+        ("--device", "xpu9", "--device xpu9 cannot be used here"),
+    ],
+)
+def test_a_bad_option_is_named(capsys, option, value, message):
+    assert mrp(["bench", "shapes", "--shapes", "1.7b", option, value]) == 2
+    assert message in capsys.readouterr().err

@@ -346,7 +346,7 @@ def test_text_and_markdown_show_every_claim(folder, capsys):
         (["model"], "model is not embedded, so give --data FILE"),
         (["model", "--prompt-file", "prompts.txt", "--scorer", "exact"], "give --data FILE"),
         (["model", "--data", "data.jsonl", "--prompt-file", "prompts.txt"], "give one of them"),
-        (["model", "--data", "data.jsonl", "--prompts", "0"], "--prompts must be at least 1, got 0"),
+        (["model", "--data", "data.jsonl", "--prompts", "1"], "--prompts must be at least 2, got 1"),
         (["model", "--data", "data.jsonl", "--only", "losless"], "Did you mean 'lossless'"),
         (["model", "--data", "data.jsonl", "--full-head", "residual"], "the head in residual is residual"),
         (["model", "--data", "data.jsonl", "--full-head", "other"], "was trained on"),

@@ -110,7 +110,7 @@ def settings(**changes):
 SAMPLED = {"do_sample": True, "temperature": 1.0}  # equal prompts in one batch draw different samples
 
 
-class Killed(Exception):
+class Killed(BaseException):
     pass
 
 
@@ -171,6 +171,21 @@ def test_the_manifest_says_what_was_run(setup, tmp_path):
     assert manifest["settings"]["modes"] == {"static": {"mrp_mode": None}}
     assert manifest["prompts"]["count"] == 1
     assert manifest["machine"]["device"] == "cpu"
+
+
+def test_a_run_that_failed_before_its_first_result_keeps_nobody_out(setup, tmp_path):
+    with pytest.raises(ValueError, match="scorer 'x' failed on row 1 of the data: KeyError"):
+        evaluate(*setup, ROWS, lambda text, row: row["none"], settings(scorer="x"), tmp_path)
+    assert (tmp_path / "manifest.json").exists()
+    records = evaluate(*setup, ROWS, first_is_odd, settings(), tmp_path)
+    assert records and json.loads((tmp_path / "manifest.json").read_text())["settings"]["scorer"] != "x"
+
+
+def test_a_damaged_result_is_named(setup, tmp_path):
+    evaluate(*setup, ROWS, first_is_odd, settings(), tmp_path)
+    (tmp_path / "results.jsonl").write_text("no json\n")
+    with pytest.raises(ValueError, match="results.jsonl is damaged .*choose another output folder"):
+        evaluate(*setup, ROWS, first_is_odd, settings(), tmp_path)
 
 
 def test_a_score_that_is_none_is_refused(setup, tmp_path):
@@ -453,8 +468,15 @@ def test_the_command_calibrates_and_stores(folder, capsys):
         (["--skip", "9"], "no row of data.jsonl is left: --skip 9, --limit None"),
         (["--mrp_mode", "spec"], "options holds mrp_mode"),
         (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["--max_new_tokens", "5"], "--max_new_tokens is not for mrp eval to change: its own options are"),
+        (["--grid", "grid.yaml", "--compare"], "--grid grid.yaml names the modes itself: leave --compare out"),
+        (["--grid", "broken.yaml"], "--grid broken.yaml is no YAML"),
+        (["--calibrate", "2", "--limit", "1"], "leave --limit out"),
+        (["--calibrate", "2", "--head", "head"], "leave --head out (mrp convert --head"),
+        (["--device", "xpu9"], "--device xpu9 cannot be used here"),
     ],
 )
 def test_bad_arguments_end_with_one_line(folder, capsys, extra, expected):
+    (folder / "broken.yaml").write_text("a: [")
     assert main([*COMMAND, *extra]) == 2
     assert expected in capsys.readouterr().err

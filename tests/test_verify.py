@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
+from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.step_rules import StepRule
+from trainer.hub import convert
 from trainer.verify import CHOICES, RULES, describe, first_difference, judge, main, order_excess, passed, verify
 
 
@@ -149,3 +151,20 @@ def test_every_row_that_differs_is_judged(tiny_model, word_tokenizer, inputs):
     assert (expected != found).any(1).all()
     judged = first_difference(model, word_tokenizer, inputs, expected, found, output, options, seed=0)
     assert judged.prompt == 1 and not judged.within_rounding
+
+
+def test_a_backbone_that_the_checkpoint_does_not_record_is_told(tiny_model, word_tokenizer, tmp_path, capsys):
+    tiny_model(block_size=8, vocab_size=20).save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "whole")
+    word_tokenizer.save_pretrained(tmp_path / "whole")
+    arguments = [str(tmp_path / "whole"), "--prompt", "so then", "--raw", "--max-new-tokens", "8"]
+    assert main(arguments) == 0
+    assert "same      1/1  the backbone is source" in capsys.readouterr().out
+    model = MRPForDiffusionLM.from_pretrained(tmp_path / "whole")
+    model.model.layers[1].mlp.down_proj.weight.data.mul_(1.5)
+    model.save_pretrained(tmp_path / "whole")
+    assert main(arguments) == 1
+    assert "DIFFERENT 0/1  the backbone is source" in capsys.readouterr().out
+    convert(tmp_path / "whole", tmp_path / "again")  # does not make it right
+    word_tokenizer.save_pretrained(tmp_path / "again")
+    assert main([str(tmp_path / "again"), *arguments[1:]]) == 1

@@ -11,17 +11,16 @@ from itertools import cycle, islice
 import torch
 from transformers import Qwen3ForCausalLM
 
-from hub_cards.word_problems import problems
 from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.sampling import Sampler
 from modeling_mrp.step_rules import StepRule
 
 from .bench_timing import DTYPES, StageClock, check_at_least_one, interleaved, machine, median_ratio, timed
 from .cli import command_parser
-from .generate_command import read_prompts
 from .loading import encode, load
 from .modes import FORMS, mode_options, needs_head
 from .plain_sdar_loop import plain_sdar_loop
+from .prompts import built_in_prompts, read_prompts
 
 STATIC, PLAIN, AUTOREGRESSIVE = "static", "plain-sdar", "autoregressive"
 REFERENCES = (STATIC, PLAIN, AUTOREGRESSIVE)  # the ratios are to these
@@ -36,12 +35,6 @@ DEFAULT_MODES = (
     *("spec-8-token", "direct-1", "direct-3", "remask-leave_one_out"),
 )
 STAGES = ("backbone", "head", "logits", "sampling")  # what is left of a run is bookkeeping
-QUESTIONS = (
-    "A shop sells pens at 3 for 2 dollars. How much do 12 pens cost?",
-    "Explain in three sentences why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "Name four large rivers of Europe and say where each of them ends.",
-)
 
 
 @dataclass(frozen=True)
@@ -288,19 +281,10 @@ def _row(name: str, batch_size: int, seconds: dict[str, list[float]], profiles: 
 
 def model_prompts(arguments, tokenizer) -> list[list[int]]:
     """Token ids of the prompts that were given, or of built-in ones, repeated until there are `--prompts`."""
-    texts = read_prompts(arguments, default=_built_in_prompts(tokenizer, arguments.prompts))
+    texts = read_prompts(arguments, required=False) or built_in_prompts(tokenizer, arguments.prompts)
     inputs = encode(tokenizer, texts, raw=arguments.raw)
     rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     return list(islice(cycle([ids[valid].tolist() for ids, valid in rows]), arguments.prompts))
-
-
-def _built_in_prompts(tokenizer, count: int) -> list[str]:
-    """General questions, or word problems for the embedded tokenizer, which knows no other words."""
-    unknown = tokenizer.unk_token_id
-    ids = [token for row in tokenizer(list(QUESTIONS))["input_ids"] for token in row]
-    if unknown is None or unknown not in ids:
-        return list(QUESTIONS)
-    return [problem.prompt for problem in problems("test", count)]
 
 
 def table_head(references: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from modeling_mrp.sampling import Sampler
 
 from .bench_timing import DTYPES, check_at_least_one, interleaved, machine
 from .cli import command_parser
+from .loading import usable_device
 from .step_costs import Costs, forwards_saved
 
 
@@ -218,8 +219,10 @@ def read_accepted(path: str) -> list[float]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
     if isinstance(values, dict) and "rows" in values:
-        rows = [row["accepted"] for row in values["rows"] if re.fullmatch(r"spec-\d+", row["mode"])]
-        values = {"accepted": max(rows, key=len, default=None)}
+        rows = values["rows"] if isinstance(values["rows"], list) else []
+        rows = [row for row in rows if isinstance(row, dict) and re.fullmatch(r"spec-\d+", str(row.get("mode")))]
+        found = [row["accepted"] for row in rows if isinstance(row.get("accepted"), list)]
+        values = {"accepted": max(found, key=len, default=None)}
     rates = values.get("accepted") if isinstance(values, dict) else None
     if not isinstance(rates, list) or not all(isinstance(r, int | float) and 0 <= r <= 1 for r in rates):
         raise ValueError(
@@ -309,7 +312,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.free_within < 0:
         raise ValueError(f"--free-within must be at least 0, got {options.free_within}")
     accepted = None if options.accepted is None else read_accepted(options.accepted)
-    device = torch.device(options.device)
+    device = usable_device(options.device)
+    if options.context < 0:
+        raise ValueError(f"--context must be at least 0, got {options.context}")
+    if options.layers is not None:
+        check_at_least_one(layers=options.layers)
     about = {"machine": machine(device), "settings": vars(options)}
     if not options.json:
         print(

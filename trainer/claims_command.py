@@ -87,8 +87,8 @@ def _parser():
 
 
 def _check(arguments):
-    if arguments.prompts < 1:
-        raise ValueError(f"--prompts must be at least 1, got {arguments.prompts}")
+    if arguments.prompts < 2:
+        raise ValueError(f"--prompts must be at least 2, got {arguments.prompts}: the rules compare standard errors")
     if arguments.scorer is not None and arguments.data is None:
         raise ValueError(f"--scorer {arguments.scorer} reads answers from the rows of a file: give --data FILE")
     if arguments.data is not None and arguments.prompt_file is not None:
@@ -110,7 +110,7 @@ def _given(parser, arguments) -> list[str]:
 def _data(arguments):
     """(rows, scorer or None); completes the arguments where MODEL is an embedded checkpoint."""
     from .evaluation import load_rows
-    from .generate_command import read_prompts
+    from .prompts import read_prompts
     from .scorers import check_rows, load_scorer
 
     task = _embedded_task(arguments)
@@ -133,6 +133,8 @@ def _data(arguments):
         raise ValueError(f"there is nothing to decode: {arguments.model} is not embedded, so give --data FILE")
     if arguments.max_new_tokens is None:
         arguments.max_new_tokens = MAX_NEW_TOKENS if task is None else task.answer_tokens
+    if len(rows) < 2:
+        raise ValueError(f"there is {len(rows)} prompt, and the rules compare standard errors: give at least 2")
     return rows[: arguments.prompts], scorer
 
 

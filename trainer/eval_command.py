@@ -1,5 +1,6 @@
 """`mrp eval`: accuracy against tokens per backbone forward, over a grid of decoding modes."""
 
+import argparse
 import json
 import sys
 from dataclasses import replace
@@ -11,12 +12,19 @@ from .cli import command_parser
 from .generate_command import generate_options
 
 CALIBRATION_PROMPTS = 32
+# arguments of generate that an evaluation gives
+RESERVED = {"max_new_tokens", "pad_token_id", "attention_mask", "inputs", "input_ids", "streamer"}
+RESERVED |= {"return_dict_in_generate", "num_return_sequences"}
 
 
 def main(argv: list[str]):
     """Decode and score a data file in every mode of the grid; print the table, or the summary as JSON."""
-    arguments, rest = _parser().parse_known_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    _check(parser, arguments)
     options = generate_options(rest)
+    for name in RESERVED & options.keys():
+        raise ValueError(f"--{name} is not for mrp eval to change: its own options are --max-new-tokens, --batch-size")
 
     from . import evaluation, plots
     from .head_probe import check_folder
@@ -123,7 +131,10 @@ def _modes(arguments, config) -> dict[str, dict]:
     from .modes import BACKBONE_ONLY, BASELINES, DEFAULT_KINDS, HEADLESS_KINDS, grid
 
     if arguments.grid is not None:
-        modes = yaml.safe_load(Path(arguments.grid).read_text(encoding="utf-8"))
+        try:
+            modes = yaml.safe_load(Path(arguments.grid).read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"--grid {arguments.grid} is no YAML: {error}") from error
         if not isinstance(modes, dict) or not all(isinstance(options, dict) for options in modes.values()):
             raise ValueError(f"--grid {arguments.grid} must map names of modes to options of generate")
         return {str(name): BACKBONE_ONLY | options for name, options in modes.items()}
@@ -160,9 +171,24 @@ def _numbers(name: str, text: str, kind):
 
 
 def _count(text: str) -> int:
-    if int(text) < 0:
-        raise ValueError(text)
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {text!r}")
     return int(text)
+
+
+def _check(parser, arguments):
+    """Refuse options that would do nothing together."""
+
+    def given(*names):
+        return next((name for name in names if vars(arguments)[name] != parser.get_default(name)), None)
+
+    if arguments.grid is not None and (other := given("modes", "compare", "steps", "thresholds")):
+        raise ValueError(f"--grid {arguments.grid} names the modes itself: leave --{other} out")
+    if arguments.calibrate is not None and (other := given("skip", "limit", "head", "full_head")):
+        raise ValueError(
+            f"--calibrate uses the first {arguments.calibrate} rows and stores the threshold beside MODEL's own head: "
+            f"leave --{other.replace('_', '-')} out (mrp convert --head puts a head on a checkpoint)"
+        )
 
 
 def _report(arguments, model, tokenizer, rows, records, settings, folder: Path):

@@ -257,7 +257,7 @@ def evaluate(
                     if (mode, index) in done:
                         continue
                     text = tokenizer.decode(result["token_ids"], skip_special_tokens=True)
-                    score = _checked(scorer(text, rows[index]), settings.scorer)
+                    score = _score(scorer, text, rows[index], index, settings.scorer)
                     records.append({"mode": mode, "index": index, "text": text, "score": score} | result)
                     file.write(json.dumps(records[-1]) + "\n")
                     file.flush()
@@ -272,7 +272,11 @@ def evaluate_full_head(full, tokenizer, rows: list[dict], scorer: Scorer, settin
     return [record | {"mode": f"{record['mode']}-full"} for record in records]
 
 
-def _checked(score, name: str) -> float:
+def _score(scorer: Scorer, text: str, row: dict, index: int, name: str) -> float:
+    try:
+        score = scorer(text, row)
+    except Exception as error:
+        raise ValueError(f"scorer {name!r} failed on row {index + 1} of the data: {error!r}") from error
     if not isinstance(score, (bool, int, float)) or not 0 <= score <= 1:
         raise ValueError(f"scorer {name!r} must return a bool or a share in 0..1, got {score!r}")
     return float(score)
@@ -286,12 +290,12 @@ def open_run(folder: Path, manifest: dict) -> list[dict]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, results = folder / "manifest.json", folder / "results.jsonl"
-    if not path.exists():
-        if results.exists():
-            raise ValueError(f"{folder} holds results without a manifest: choose another output folder")
+    if not results.exists() or not results.stat().st_size:
         write_json(path, manifest)
         return []
-    earlier = json.loads(path.read_text(encoding="utf-8"))
+    if not path.exists():
+        raise ValueError(f"{folder} holds results without a manifest: choose another output folder")
+    earlier = _parsed(path, path.read_text(encoding="utf-8"))
     differing = [
         f"{part}.{name}"
         for part in ("model", "settings", "prompts")
@@ -306,13 +310,18 @@ def open_run(folder: Path, manifest: dict) -> list[dict]:
     for part in ("versions", "machine"):
         if manifest[part] != earlier[part]:
             logger.warning("this run goes on with one whose %s were %s", part, earlier[part])
-    if not results.exists():
-        return []
     content = results.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]  # a killed run may have left half a line
     if whole != content:
         os.truncate(results, len(whole))
-    return [json.loads(line) for line in whole.decode("utf-8").splitlines()]
+    return [_parsed(results, line) for line in whole.decode("utf-8").splitlines()]
+
+
+def _parsed(path: Path, text: str) -> dict:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}): choose another output folder") from error
 
 
 def manifest_of(model, rows: list[dict], settings: Settings) -> dict:

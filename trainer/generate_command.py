@@ -1,8 +1,6 @@
 """`mrp generate`: decode prompts with a checkpoint."""
 
 import json
-import sys
-from pathlib import Path
 
 import yaml
 
@@ -31,6 +29,8 @@ def main(argv: list[str]):
     parser.add_argument("--json", action="store_true", help="print texts, statistics and options as JSON")
     arguments, rest = parser.parse_known_args(argv)
     options = {"max_new_tokens": arguments.max_new_tokens} | generate_options(rest)
+    from .prompts import read_prompts
+
     prompts = read_prompts(arguments)
     if arguments.stream and (len(prompts) != 1 or arguments.json):
         raise ValueError("--stream shows one prompt as text: give one --prompt and no --json")
@@ -65,19 +65,6 @@ def generate_options(rest: list[str]) -> dict:
             raise ValueError(f"--{name} has no value: options of generate are given as --name value")
         options[name.replace("-", "_")] = yaml.safe_load(value)
     return options
-
-
-def read_prompts(arguments, default: list[str] | None = None) -> list[str]:
-    """The prompts of `--prompt` and `--prompt-file`, or the default; a ValueError when there is none."""
-    prompts = list(arguments.prompt)
-    if arguments.prompt_file == "-":
-        prompts += sys.stdin.read().splitlines()
-    elif arguments.prompt_file is not None:
-        prompts += Path(arguments.prompt_file).read_text(encoding="utf-8").splitlines()
-    prompts = [prompt for prompt in prompts if prompt.strip()] or default
-    if not prompts:
-        raise ValueError("there is no prompt: give --prompt TEXT or --prompt-file FILE")
-    return prompts
 
 
 def _streamer(tokenizer):

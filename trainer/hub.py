@@ -16,7 +16,7 @@ from modeling_mrp import MRPForDiffusionLM
 from .cards import card_license, render_card
 from .head_files import ADAPTER_WEIGHTS, HEAD_CONFIG, HEAD_WEIGHTS, load_head, read_head_config, save_head
 from .peft_head import is_fresh
-from .weight_files import base_of, fetch, tensor_index, weight_files, weights_dtype
+from .weight_files import backbone_hash, base_of, fetch, tensor_index, weight_files, weights_dtype
 
 __all__ = ["Conversion", "check_folder", "convert", "load_head", "push", "render_card", "save_head"]
 
@@ -104,6 +104,7 @@ def convert(
     if head is not None:
         load_head(model, head)
     model.config.base_model, model.config.base_revision = base_of(model, source, commit)
+    model.config.base_hash = vars(model.config).get("base_hash") or backbone_hash(model)
     _set_generation_defaults(model)
     report = Conversion(
         destination=str(destination),

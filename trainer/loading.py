@@ -53,8 +53,20 @@ def _as_stored(folder, arguments) -> MRPForDiffusionLM:
 
 
 def _placed(model, arguments):
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(device).eval()
+    return model.to(usable_device(arguments.device)).eval()
+
+
+def usable_device(name: str | None) -> torch.device:
+    """The device of that name; by default a GPU when there is one.
+
+    Raises:
+        ValueError: when it is unknown or cannot be used here.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def encode(tokenizer, prompts: list[str], raw: bool = False):

@@ -78,6 +78,9 @@ def check_rows(name: str, rows: list[dict]):
     for number, row in enumerate(rows, start=1):
         if wanted and not any(key in row for key in wanted):
             raise ValueError(f"row {number} of the data has no {' or '.join(wanted)}, which scorer {name!r} reads")
+        tests = [row.get("test"), *(row.get("test_list") or [])] if name == "python" else []
+        if not all(test is None or isinstance(test, str) for test in tests):
+            raise ValueError(f"row {number} of the data: test and the parts of test_list must be text")
         if name == "numeric" and _number_of(row["answer"]) is None:
             raise ValueError(f"row {number} of the data: answer {row['answer']!r} holds no number")
 

@@ -10,14 +10,8 @@ from modeling_mrp.sampling import Sampler, row_keys
 
 from .cli import command_parser
 from .decode_evaluation import accepted_per_verification
+from .weight_files import backbone_hash
 
-BUILT_IN_PROMPTS = [
-    "Tom has 23 apples, buys 14, doubles them. How many?",
-    "Anna has 8 books. How many?",
-    "Write a function that returns the larger of two numbers.",
-    "Explain in one paragraph why the sky is blue.",
-    "List the first ten prime numbers.",
-]
 RULES = {
     "static": {"remasking_strategy": "low_confidence_static"},
     "dynamic": {"remasking_strategy": "low_confidence_dynamic"},
@@ -94,7 +88,7 @@ class Acceptance:
     def verdict(self) -> str:
         if None in (self.mean, self.low):
             return "unknown"
-        return "in range" if self.low <= self.mean <= self.high else "OUTSIDE"
+        return "BELOW" if self.mean < self.low else "above" if self.mean > self.high else "in range"
 
 
 def verify(model, tokenizer, inputs, max_new_tokens: int = 64, seed: int = 0, **spec_options) -> list[Check]:
@@ -122,6 +116,14 @@ def verify(model, tokenizer, inputs, max_new_tokens: int = 64, seed: int = 0, **
                 )
             )
     return checks + _law_checks(model, tokenizer, inputs, max_new_tokens, seed, spec_options)
+
+
+def check_base(model) -> list[Check]:
+    """Whether the backbone is the one that the checkpoint records; no check where it records none."""
+    recorded = vars(model.config).get("base_hash")
+    if recorded is None:
+        return []
+    return [Check(f"the backbone is {model.config.base_model}", 1, int(backbone_hash(model) == recorded))]
 
 
 def check_acceptance(model, inputs, max_new_tokens: int = 64, drafts: int = 4) -> Acceptance:
@@ -345,8 +347,8 @@ def describe_acceptance(acceptance: Acceptance) -> str:
 
 def main(argv: list[str]) -> int:
     """Print the report; exit status 1 when something differs by more than rounding (at all, in float32)."""
-    from .generate_command import read_prompts
     from .loading import encode, load
+    from .prompts import built_in_prompts, read_prompts
 
     parser = command_parser(
         "verify",
@@ -371,16 +373,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", default="auto", help="default: the checkpoint's own; float32 demands equality")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     arguments = parser.parse_args(argv)
-    prompts = read_prompts(arguments, default=BUILT_IN_PROMPTS)
+    prompts = read_prompts(arguments, required=False)
     model, tokenizer = load(arguments)
+    prompts = prompts or list(built_in_prompts(tokenizer))
     inputs = encode(tokenizer, prompts, raw=arguments.raw).to(model.device)
     options = {"mrp_steps": arguments.steps, "mrp_draft": arguments.draft, "mrp_acceptance": arguments.acceptance}
-    checks = verify(model, tokenizer, inputs, arguments.max_new_tokens, arguments.seed, **options)
+    checks = check_base(model) + verify(model, tokenizer, inputs, arguments.max_new_tokens, arguments.seed, **options)
     strict = model.dtype == torch.float32
     acceptance = None
     if model.mrp_head is not None and arguments.draft != "self" and arguments.steps > 1:
         acceptance = check_acceptance(model, inputs, arguments.max_new_tokens, arguments.steps)
-    ok = all(passed(check, strict) for check in checks) and (acceptance is None or acceptance.verdict != "OUTSIDE")
+    ok = all(passed(check, strict) for check in checks) and (acceptance is None or acceptance.verdict != "BELOW")
     if arguments.json:
         report = {"ok": ok, "dtype": str(model.dtype), "checks": [asdict(check) for check in checks]}
         print(json.dumps(report | {"acceptance": acceptance and asdict(acceptance) | {"verdict": acceptance.verdict}}))
