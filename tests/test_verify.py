@@ -138,6 +138,18 @@ def test_a_wrong_token_is_beyond_rounding_in_half_precision(tiny_model, word_tok
         assert not found.within_rounding and found.position == prompt.shape[1] + at
 
 
+def test_a_difference_behind_the_end_is_beyond_rounding(tiny_model, word_tokenizer, inputs):
+    model = tiny_model(block_size=8, vocab_size=20)
+    prompt = inputs["input_ids"][:1]
+    options = {"do_sample": False, "max_new_tokens": 18}
+    output = model.generate(prompt, mrp_mode=None, eos_token_id=None, return_dict_in_generate=True, **options)
+    new, steps = (field[0, prompt.shape[1] :] for field in (output.sequences, output.reveal_steps))
+    end = int(new[1])  # of the first block
+    expected, found = (torch.cat([new[:2], new.new_tensor([0] * 15 + [last])]) for last in (0, 9))
+    judged = judge(model, word_tokenizer, 0, prompt[0], expected, found, steps[:2], options | {"eos_token_id": end}, 0)
+    assert not judged.within_rounding and judged.position == prompt.shape[1] + 17
+
+
 def test_every_row_that_differs_is_judged(tiny_model, word_tokenizer, inputs):
     """The first row within rounding does not hide the second."""
     model = tiny_model(block_size=8, vocab_size=20).to(torch.bfloat16)

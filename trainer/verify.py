@@ -241,6 +241,9 @@ def judge(model, tokenizer, number, prompt, expected, found, reveal_steps, optio
             row[block] = torch.where(revealed, tokens, row[block])
         start += size
     text = tokenizer.decode(prompt, skip_special_tokens=True)[-PROMPT_SHOWN:]
+    if where is None:  # it differs where nothing was revealed: behind its end
+        pair = torch.stack([expected[first - len(prompt)], found[first - len(prompt)]])
+        where, rounding = (0, pair, (0.0, 0.0)), False
     step, pair, confidences = where
     return Difference(
         prompt=number,
