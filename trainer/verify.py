@@ -212,7 +212,8 @@ def judge(model, tokenizer, number, prompt, expected, found, reveal_steps, optio
     first = len(prompt) + int((expected != found).nonzero()[0])
     start = first // size * size
     row[len(prompt) : start] = found[: max(0, start - len(prompt))]
-    where, token_margin, order_margin, rounding = None, 0.0, 0.0, True
+    where, token_margin, order_margin = None, 0.0, 0.0
+    rounding = first < len(prompt) + length  # behind the end nothing was revealed that could have been another token
     while start < len(row) and (steps[start : start + size] >= 0).any():
         block = slice(start, start + size)
         positions = torch.arange(start, start + size, device=row.device)
@@ -241,9 +242,8 @@ def judge(model, tokenizer, number, prompt, expected, found, reveal_steps, optio
             row[block] = torch.where(revealed, tokens, row[block])
         start += size
     text = tokenizer.decode(prompt, skip_special_tokens=True)[-PROMPT_SHOWN:]
-    if where is None:  # it differs where nothing was revealed: behind its end
-        pair = torch.stack([expected[first - len(prompt)], found[first - len(prompt)]])
-        where, rounding = (0, pair, (0.0, 0.0)), False
+    if where is None:  # in a block behind the end
+        where = 0, torch.stack([expected[first - len(prompt)], found[first - len(prompt)]]), (0.0, 0.0)
     step, pair, confidences = where
     return Difference(
         prompt=number,
