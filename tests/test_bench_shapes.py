@@ -189,8 +189,9 @@ def test_command_predicts_as_far_as_the_rates_reach(monkeypatch, tmp_path, capsy
     # behind the opening three are masked, two candidates are read while two are: 1 + (1 + N(2)/2 + N(1)/2) rounds
     assert rows[1]["forwards_saved"] == pytest.approx(4 / (1 + 1 + 0.5 * 1.5 + 0.5 * 1))
     assert [costs["layers_measured"] for costs in result["costs"]] == [1, 1]
-    assert mrp(["bench", "shapes", *options]) == 0
+    assert mrp(["bench", "shapes", *options, "--accepted", str(path)]) == 0
     text = capsys.readouterr().out
+    assert "acceptance rates of 1 drafts: predictions up to K = 2" in text
     assert "tiny: 1 of 4 layers measured" in text
     assert text.count("verification is free") == 2
 

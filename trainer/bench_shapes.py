@@ -306,23 +306,30 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of `mrp bench shapes`."""
-    options = parser().parse_args(argv)
+def _check(options):
+    """Raise a ValueError for an option out of its range."""
     if options.free_within < 0:
         raise ValueError(f"--free-within must be at least 0, got {options.free_within}")
-    accepted = None if options.accepted is None else read_accepted(options.accepted)
-    device = usable_device(options.device)
     if options.context < 0:
         raise ValueError(f"--context must be at least 0, got {options.context}")
     if options.layers is not None:
         check_at_least_one(layers=options.layers)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line of `mrp bench shapes`."""
+    options = parser().parse_args(argv)
+    _check(options)
+    accepted = None if options.accepted is None else read_accepted(options.accepted)
+    device = usable_device(options.device)
     about = {"machine": machine(device), "settings": vars(options)}
     if not options.json:
         print(
             f"{about['machine']}, {options.dtype}; blocks of {options.block_size} behind {options.context} positions; "
             f"head of {options.head_layers} layers; {options.repeats} rounds, interleaved, medians"
         )
+        if accepted is not None:
+            print(f"acceptance rates of {len(accepted)} drafts: predictions up to K = {len(accepted) + 1}")
     measured, rows = [], []
     for name in options.shapes:
         layers = options.layers or (SHAPES[name].num_hidden_layers if device.type == "cuda" else CPU_LAYERS)
