@@ -190,3 +190,8 @@ def test_push_uploads_from_the_command_line(tmp_path):
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["commit_url"].endswith(hub.repositories["org/mine"][-1].sha)
         assert "modeling_mrp.py" in hub.repositories["org/mine"][-1].files
+
+
+def test_a_file_that_is_not_there_is_named(capsys):
+    assert main(["eval", "sdar-tiny-mrp", "--data", "nofile.jsonl", "--scorer", "exact"]) == 2
+    assert capsys.readouterr().err == "mrp: error: nofile.jsonl is not there: check the name\n"

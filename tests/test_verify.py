@@ -7,6 +7,7 @@ import torch
 
 from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.step_rules import StepRule
+from trainer.head_files import save_head
 from trainer.hub import convert
 from trainer.verify import CHOICES, RULES, describe, first_difference, judge, main, order_excess, passed, verify
 
@@ -180,3 +181,7 @@ def test_a_backbone_that_the_checkpoint_does_not_record_is_told(tiny_model, word
     convert(tmp_path / "whole", tmp_path / "again")  # does not make it right
     word_tokenizer.save_pretrained(tmp_path / "again")
     assert main([str(tmp_path / "again"), *arguments[1:]]) == 1
+    save_head(model, tmp_path / "head")  # as if trained on the backbone as it is now
+    convert(tmp_path / "whole", tmp_path / "trained", head=tmp_path / "head")
+    word_tokenizer.save_pretrained(tmp_path / "trained")
+    assert main([str(tmp_path / "trained"), *arguments[1:]]) == 0

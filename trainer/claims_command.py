@@ -134,7 +134,7 @@ def _data(arguments):
     if arguments.max_new_tokens is None:
         arguments.max_new_tokens = MAX_NEW_TOKENS if task is None else task.answer_tokens
     if len(rows) < 2:
-        raise ValueError(f"there is {len(rows)} prompt, and the rules compare standard errors: give at least 2")
+        raise ValueError(f"the rules compare standard errors: give at least 2 prompts, got {len(rows)}")
     return rows[: arguments.prompts], scorer
 
 

@@ -44,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
         return 1
+    except FileNotFoundError as error:
+        print(f"mrp: error: {error.filename or error} is not there: check the name", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:  # bad input; anything else is a bug and shows its traceback
         print(f"mrp: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

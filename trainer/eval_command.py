@@ -23,8 +23,10 @@ def main(argv: list[str]):
     arguments, rest = parser.parse_known_args(argv)
     _check(parser, arguments)
     options = generate_options(rest)
-    for name in RESERVED & options.keys():
-        raise ValueError(f"--{name} is not for mrp eval to change: its own options are --max-new-tokens, --batch-size")
+    if taken := sorted(RESERVED & options.keys()):
+        raise ValueError(
+            f"--{taken[0]} is not for mrp eval to change: its own options are --max-new-tokens, --batch-size"
+        )
 
     from . import evaluation, plots
     from .head_probe import check_folder

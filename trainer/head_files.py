@@ -87,7 +87,8 @@ def load_head(model, folder, note: dict | None = None):
         raise ValueError(f"the head in {folder} is no LoRA adapter: load it into a model without lora_head")
     else:
         model.mrp_head.load_state_dict(_read_tensors(folder / HEAD_WEIGHTS, model.mrp_head.state_dict()))
-    without_peft(model).config.trained_acceptance = config.get("trained_acceptance")
+    bare = without_peft(model)
+    bare.config.trained_acceptance, bare.config.base_hash = config.get("trained_acceptance"), config["base_hash"]
     return model
 
 
