@@ -4,11 +4,13 @@
     python -m hub_cards.compare_heads code
 
 All start from the embedded head, or the one of `build_tiny`'s scratch folder, and see as many samples of the same
-prompts; those that need another kind of head start afresh. A finished head is kept and not trained again.
+prompts; those that need another kind of head start afresh, and some go on from those. A finished head is kept and not
+trained again.
 """
 
 import argparse
 import json
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +42,7 @@ class Variant:
         visited: train on the states that decoding visits instead of random ones.
         fresh: start afresh, and train for `FRESH_STEPS`.
         layers, residual: of a fresh head.
+        after: the fresh variant whose finished head this one goes on from, instead of the one that all start from.
     """
 
     changes: dict = field(default_factory=dict)
@@ -47,8 +50,10 @@ class Variant:
     fresh: bool = False
     layers: int = 1
     residual: bool = True
+    after: str | None = None
 
 
+VISITED_AND_CHOSEN = {"changes": {"choice_weight": 0.1}, "visited": True}
 VARIANTS = {
     "random states, KL, K = 3": Variant(),
     "one p per sample": Variant({"noise_per_block": False}),
@@ -56,7 +61,7 @@ VARIANTS = {
     "visited states": Variant(visited=True),
     "visited states, K = 7": Variant({"unroll_steps": 7}, visited=True),
     "visited states, total variation": Variant({"divergence": "total_variation"}, visited=True),
-    "visited states, KL and chosen position": Variant({"choice_weight": 0.1}, visited=True),
+    "visited states, KL and chosen position": Variant(**VISITED_AND_CHOSEN),
     "visited states, KL and chosen position x 5": Variant({"choice_weight": 0.5}, visited=True),
     "random states, KL and chosen position": Variant({"choice_weight": 0.1}),
     "fresh": Variant(fresh=True),
@@ -64,6 +69,9 @@ VARIANTS = {
     "fresh, 2 layers": Variant(fresh=True, layers=2),
     "fresh, 3 layers": Variant(fresh=True, layers=3),
     "fresh, full distribution": Variant(fresh=True, residual=False),
+    "fresh, then visited states and chosen position": Variant(**VISITED_AND_CHOSEN, after="fresh"),
+    "fresh, 2 layers, then the same": Variant(**VISITED_AND_CHOSEN, after="fresh, 2 layers"),
+    "fresh, 3 layers, then the same": Variant(**VISITED_AND_CHOSEN, after="fresh, 3 layers"),
 }
 
 
@@ -76,13 +84,15 @@ def load_model(task, scratch: Path) -> MRPForDiffusionLM:
     return model
 
 
-def train_variant(variant: Variant, start, task, rows: dict[bool, Dataset], folder: Path) -> MRPForDiffusionLM:
-    """The variant's model, trained when `folder` does not hold its head yet."""
-    model = with_fresh_head(start, task, variant.layers, variant.residual)
+def train_variant(name: str, start, task, rows: dict[bool, Dataset], heads: Path) -> MRPForDiffusionLM:
+    """The variant's model, trained when the folder `heads` does not hold its head yet."""
+    variant, folder = VARIANTS[name], heads / name.replace(" ", "-")
     changes = {"max_steps": FRESH_STEPS, "per_device_train_batch_size": ROWS}
-    if not variant.fresh:
-        model.load_state_dict(start.state_dict())
+    if variant.fresh:
+        model = with_fresh_head(start, task, variant.layers, variant.residual)
+    else:
         changes |= {"max_steps": STEPS, "muon_learning_rate": 0.01, "learning_rate": 1.5e-3}
+        model = deepcopy(start) if variant.after is None else train_variant(variant.after, start, task, rows, heads)
     arguments = head_arguments(folder / "training", **changes | variant.changes)
     train_or_load(model, lambda: rows[variant.visited], arguments, folder / "head")
     return model.eval()
@@ -116,8 +126,7 @@ def compare(task, scratch: Path, names: list[str]) -> dict[str, dict[str, float]
         elif name == STARTED_FROM:
             found = forwards_saved(start, task, samples)
         else:
-            folder = scratch / "heads" / name.replace(" ", "-")
-            found = forwards_saved(train_variant(VARIANTS[name], start, task, rows, folder), task, samples)
+            found = forwards_saved(train_variant(name, start, task, rows, scratch / "heads"), task, samples)
         results[name] = found
         print(f"| {name} | " + " | ".join(f"{found[column]:.2f}" for column in columns) + " |", flush=True)
     return results
@@ -132,8 +141,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     scratch = options.scratch or Path("build") / options.task
-    results = compare(TASKS[options.task], scratch, options.only)
-    (scratch / "comparison.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    file = scratch / "comparison.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    results = known | compare(TASKS[options.task], scratch, options.only)
+    file.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
