@@ -5,7 +5,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from trainer.data import MRPCollator, chat_samples, load_source, pack, prepare_dataset
+from trainer.chats import chat_samples
+from trainer.data import MRPCollator, load_source, pack, prepare_dataset
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} [EOS] {% endfor %}"
@@ -116,6 +117,33 @@ def test_nothing_to_supervise_is_an_error(tokenizer):
         prepare([{"messages": [{"role": "user", "content": "one"}]}], tokenizer)
 
 
+def test_samples_without_an_answer_are_counted(tokenizer, caplog):
+    user, assistant = {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}
+    chats = [[user], [assistant, user], [user, assistant]]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    rows = prepare([{"messages": messages} for messages in chats], tokenizer, packing=False)
+    logger.removeHandler(caplog.handler)
+    assert [text_of(ids, mask, tokenizer, 1) for ids, mask, _ in samples_of(rows)] == ["two [EOS]"]
+    assert "2 samples have nothing to supervise and are left out, of 3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "column, record",
+    [
+        ("text", {"text": "one"}),
+        ("prompt", {"prompt": "one", "completion": "two"}),
+        ("completion", {"prompt": "one", "completion": "two"}),
+        ("messages", {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_row_without_a_value_is_named(tokenizer, column, record, streamed):
+    data = Dataset.from_list([record, record, record | {column: None}])
+    with pytest.raises(ValueError, match=f"row 2 .* column {column}: remove it or fill it in"):
+        prepare_dataset(data.to_iterable_dataset() if streamed else data, tokenizer, sequence_length=16)
+
+
 def test_prepared_rows_come_back_as_they_are(tokenizer):
     rows = prepare([{"text": "one"}], tokenizer)
     assert prepare_dataset(rows, tokenizer, sequence_length=16) is rows
@@ -163,6 +191,11 @@ def test_long_samples_are_split_or_dropped_and_counted(tokenizer, caplog):
     assert "1 samples are longer than 16 tokens and are dropped, of 2" in caplog.text
 
 
+def test_without_a_sequence_length_rows_hold_1024_tokens(tokenizer):
+    rows = prepare([{"text": "one " * 1500}], tokenizer, sequence_length=None)
+    assert [len(row["input_ids"]) for row in rows] == [1024, 477]
+
+
 def test_stream_reports_what_it_leaves_out_ever_more_rarely(tokenizer, caplog):
     data = [{"text": "one two three four five " * 4}] * 25 + [{"text": "ok"}]
     logger = logging.getLogger("transformers")
@@ -194,10 +227,16 @@ def test_jsonl_parquet_folder_and_stream_give_the_same_rows(tokenizer, tmp_path)
     (tmp_path / "folder" / "train.jsonl").write_text((tmp_path / "data.jsonl").read_text())
     expected = list(prepare(data, tokenizer))
     for name in ("data.jsonl", "data.parquet", "saved", "folder"):
-        for streaming in (False, True):
-            dataset = load_source(tmp_path / name, streaming=streaming)
-            rows = list(prepare_dataset(dataset, tokenizer, sequence_length=16))
-            assert rows == expected, (name, streaming)
+        rows = prepare_dataset(load_source(tmp_path / name), tokenizer, sequence_length=16)
+        assert list(rows) == expected, name
+        stream = prepare_dataset(load_source(tmp_path / name, streaming=True), tokenizer, sequence_length=16)
+        ids = {"sample_ids": None}  # of a stream: hashes
+        assert [row | ids for row in stream] == [row | ids for row in expected], name
+
+
+def test_several_sources_are_refused_with_a_way_to_give_them(tmp_path):
+    with pytest.raises(ValueError, match=r"expected one .*\['a.jsonl', 'b.jsonl'\].* into one folder"):
+        load_source(["a.jsonl", "b.jsonl"])
 
 
 def test_file_of_another_kind_and_missing_split_are_refused(tmp_path):
@@ -300,5 +339,5 @@ def test_rows_that_were_not_prepared_or_are_too_long_are_refused():
     with pytest.raises(ValueError, match="prepare_dataset"):
         collator()([{"input_ids": [9]}])
     row = {"input_ids": [9] * 17, "answer_mask": [1] * 17, "lengths": [17], "sample_ids": [0]}
-    with pytest.raises(ValueError, match="17 tokens.*sequence_length=16"):
+    with pytest.raises(ValueError, match="17 tokens.*sequence_length=16: .* at least 17, or long_samples to drop"):
         collator()([row])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from trainer.data import MRPCollator
+from trainer.data import NUMBER_BITS, MRPCollator, prepare_dataset
 from trainer.streams import EndlessStream
 
 
@@ -52,3 +52,31 @@ def test_noise_of_a_row_follows_its_epoch_as_it_follows_the_collator_s():
 def test_stream_without_a_row_is_refused():
     with pytest.raises(ValueError, match="without a row"):
         next(iter(EndlessStream(stream(0))))
+
+
+def test_worker_without_a_shard_leaves_the_rows_to_the_others():
+    loader = torch.utils.data.DataLoader(EndlessStream(stream(3)), batch_size=None, num_workers=2)
+    rows = list(islice(loader, 7))
+    assert [row["epoch"] for row in rows] == [0, 0, 0, 1, 1, 1, 2]
+    assert [row["sample_ids"][0] >> 20 for row in rows] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_sample_ids_of_a_stream_do_not_depend_on_which_worker_reads_it(word_tokenizer):
+    """Every worker counts the rows of its shards from 0: numbered so, rows of different workers shared their noise."""
+    texts = [{"text": f"{a} plus {b}"} for a in ("one", "two", "three") for b in ("four", "five")]
+    data = Dataset.from_list(texts).to_iterable_dataset(num_shards=2)
+    rows = prepare_dataset(data, word_tokenizer, sequence_length=8, packing=False)
+    loaders = [torch.utils.data.DataLoader(rows, batch_size=None, num_workers=workers) for workers in (0, 2)]
+    alone, shared = ({tuple(row["input_ids"]): row["sample_ids"][0] for row in loader} for loader in loaders)
+    assert alone == shared and len(alone) == len(set(alone.values())) == len(texts)
+
+
+def test_sample_id_of_a_stream_is_a_hash_of_its_tokens_that_never_changes(word_tokenizer):
+    data = Dataset.from_list([{"text": "one plus two"}, {"text": "one two three four"}]).to_iterable_dataset()
+    rows = list(prepare_dataset(data, word_tokenizer, sequence_length=4, packing=False))
+    assert [len(row["input_ids"]) for row in rows] == [4, 4, 1]
+    first, long, rest = (row["sample_ids"][0] for row in rows)
+    # echo -n "[6, 11, 7, 1]" | b2sum -l 64; 43 bits of it
+    assert first == 0xAB2365784F6E0DC6 >> 21 << 2 * NUMBER_BITS
+    assert rest == long + 1 and long % 2 ** (2 * NUMBER_BITS) == 0
+    assert max(first, long) < 2**63

@@ -7,7 +7,7 @@ from datasets import Dataset, load_dataset
 from trainer import MRPTrainer, MRPTrainingArguments
 from trainer.cli import main
 from trainer.data import MRPCollator
-from trainer.trajectories import packed, trajectories
+from trainer.trajectories import packed, trajectories, with_room
 
 PROMPTS = [[9, 8, 7], list(range(10, 19)), [5] * 8]
 
@@ -73,15 +73,26 @@ def test_packing_keeps_every_token():
     assert all(len(row["reveal_steps"]) == sum(row["lengths"]) <= 9 for row in done)
 
 
+def test_prompts_leave_room_for_an_answer_up_to_the_end_of_its_block():
+    prompts = [[9] * length for length in (1, 3, 4, 9)]
+    assert with_room(prompts, 5, 4, 8) == prompts[:2]  # 3 + 5 = 8, 4 + 5 = 9
+    assert with_room(prompts, 5, 4, 11) == prompts[:2]  # 4 + 5 = 9, rounded up 12
+    assert with_room(prompts, 5, 4, 12) == prompts[:3]
+    with pytest.raises(ValueError, match="none of 4 prompts .* 5 new tokens within 5: raise --sequence-length"):
+        with_room(prompts, 5, 4, 5)
+
+
 def test_command_writes_rows_that_train(tiny_model, word_tokenizer, tmp_path, capsys):
     model = tiny_model(vocab_size=20, block_size=4)
     model.save_pretrained(tmp_path / "model")
     word_tokenizer.save_pretrained(tmp_path / "model")
     texts = [{"prompt": "what is one ?", "completion": "one"}, {"prompt": "what is two", "completion": "two"}]
+    texts.append({"prompt": "what is " * 20, "completion": "too long"})
     Dataset.from_list(texts).to_json(tmp_path / "data.jsonl")
     out = tmp_path / "out.parquet"
     command = ["trajectories", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl"), "--out", str(out)]
     assert main([*command, "--max-new-tokens", "8", "--sequence-length", "32"]) == 0
+    assert "1 of 3 prompts leave no room for an answer: left out" in capsys.readouterr().out
     rows = load_dataset("parquet", data_files=str(out), split="train")
     assert len(rows) == 1 and len(rows[0]["lengths"]) == 2
     args = MRPTrainingArguments(

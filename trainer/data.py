@@ -8,6 +8,7 @@ Rows of trajectories.py also hold
 
 import hashlib
 import json
+import os
 from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 from datasets import Dataset, Features, IterableDataset, Value, load_dataset, load_from_disk
 from transformers.utils import logging
 
+from .chats import chat_samples, tools_of, without_nulls
 from .corruption import (
     draw_noise,
     draw_reveals,
@@ -35,7 +37,7 @@ FEATURES = Features({column: [Value("int64")] for column in ROW_COLUMNS} | {"ans
 FORMATS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
 LONG_SAMPLES = ("split", "drop")
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-CACHE_VERSION = 1  # counted up when what a row holds changes
+CACHE_VERSION = 2  # counted up when what a row holds changes
 NUMBER_BITS = 10  # a sample id is row << 20 | sample within the row << 10 | piece of a split sample
 IGNORED = -1  # segment and block of padding
 
@@ -50,8 +52,11 @@ def load_source(source, *, name: str | None = None, split: str = "train", stream
         streaming: read as it is used instead of at once.
 
     Raises:
-        ValueError: for a file of another kind, a split that is not there, or a folder that cannot be streamed.
+        ValueError: for several sources, a file of another kind, a split that is not there, or a folder that cannot be
+            streamed.
     """
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"expected one file, folder or Hub id, got {source!r}: put several files into one folder")
     path = Path(source)
     if path.is_file():
         if path.suffix not in FILE_FORMATS:
@@ -71,7 +76,7 @@ def prepare_dataset(
     dataset,
     tokenizer,
     *,
-    sequence_length: int,
+    sequence_length: int | None,
     packing: bool = True,
     long_samples: str = "split",
     append_eos: bool = True,
@@ -79,13 +84,15 @@ def prepare_dataset(
 ):
     """Tokenize a data set and fit its samples into rows of at most `sequence_length` tokens.
 
-    Supervised are: of chats (column `messages`) what the assistant says, of `prompt` and `completion` the
-    completion, of `text` everything. Samples with nothing to supervise are left out.
+    Supervised are: of chats (column `messages`) what the assistant says, of `prompt` and `completion` (text or
+    messages) the completion, of `text` everything. Samples with nothing to supervise are left out. The tools of a chat
+    may stand beside it in the column `tools`, as a list or JSON.
 
     Args:
         dataset: a `Dataset` or `IterableDataset` with one of these formats; one that is prepared comes back as it
-            is, also one of `mrp trajectories`.
+            is, also one of `mrp trajectories`, except that "drop" drops its long rows.
         tokenizer: with a chat template where there are chats.
+        sequence_length: None: 1024, and prepared rows of any length.
         packing: put several samples into one row; nothing is cut to make them fit.
         long_samples: "split" a sample longer than a row into several, or "drop" it.
         append_eos: end texts and completions with the tokenizer's end-of-text token.
@@ -95,18 +102,25 @@ def prepare_dataset(
         The same kind of data set with the columns `input_ids`, `answer_mask`, `lengths` and `sample_ids`.
 
     Raises:
-        ValueError: unknown columns or options, or nothing to supervise in the whole data set.
+        ValueError: unknown columns or options, a row without a value, prepared rows that are too long to be split,
+            or nothing to supervise in the whole data set.
     """
     if long_samples not in LONG_SAMPLES:
         raise ValueError(f"long_samples must be one of {', '.join(LONG_SAMPLES)}, got {long_samples!r}")
-    if sequence_length < 1:
+    if sequence_length is not None and sequence_length < 1:
         raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
-    columns = _columns(dataset)
+    columns, streamed = _columns(dataset), is_streamed(dataset)
     if set(ROW_COLUMNS) <= set(columns):
-        return dataset
-    tokenize = partial(_tokenize_batch, tokenizer=tokenizer, kind=_format(columns), append_eos=append_eos)
+        rows = _fitting(dataset, sequence_length, long_samples)
+        if not streamed:
+            _require_answers(rows)
+        return rows
+    sequence_length = sequence_length or 1024
+    tokenize = partial(
+        _tokenize_batch, tokenizer=tokenizer, kind=_format(columns), append_eos=append_eos, streamed=streamed
+    )
     fit = _Fit(sequence_length, packing, long_samples)
-    if isinstance(dataset, Dataset):
+    if not streamed:
         options = [_tokenizer_key(tokenizer), append_eos, num_proc, CACHE_VERSION]
         tokens = _map(dataset, tokenize, [dataset._fingerprint, *options], columns, num_proc, with_indices=True)
         rows = _map(tokens, fit, [tokens._fingerprint, sequence_length, packing, long_samples], ROW_COLUMNS, num_proc)
@@ -114,10 +128,40 @@ def prepare_dataset(
     else:
         tokens = dataset.map(tokenize, batched=True, with_indices=True, remove_columns=columns, features=FEATURES)
         rows = tokens.map(fit, batched=True, remove_columns=ROW_COLUMNS, features=FEATURES)
-    if next(iter(rows), None) is None:
-        raise ValueError("no sample has anything to supervise: check the data set's format and its assistant turns")
-    fit.counting = is_streamed(dataset)  # from now on: the look at the first row is none of the training
+    _require_answers(rows)
+    fit.counting = streamed  # from now on: the look at the first row is none of the training
     return rows
+
+
+def _fitting(dataset, sequence_length: int | None, long_samples: str):
+    """Prepared rows that are not too long; in a stream it is the collator that refuses those not to be dropped."""
+    if sequence_length is None:
+        return dataset
+    drop = long_samples == "drop"
+    if is_streamed(dataset):
+        return dataset.filter(partial(_fits, sequence_length)) if drop else dataset
+    sizes = [sum(lengths) for batch in dataset.select_columns("lengths").iter(1000) for lengths in batch["lengths"]]
+    short = [number for number, size in enumerate(sizes) if size <= sequence_length]
+    if len(short) < len(sizes):
+        found = f"{len(sizes) - len(short)} of {len(sizes)} prepared rows are longer than {sequence_length} tokens"
+        if not drop:
+            raise ValueError(f"{found}: {_remedies(int(max(sizes)))}")
+        logger.warning("%s and are dropped", found)
+        dataset = dataset.select(short)
+    return dataset
+
+
+def _fits(sequence_length: int, row: dict) -> bool:
+    return len(row["input_ids"]) <= sequence_length
+
+
+def _remedies(longest: int) -> str:
+    return f"set sequence_length to at least {longest}, or long_samples to drop"
+
+
+def _require_answers(rows):
+    if not any(any(row["answer_mask"]) for row in rows):
+        raise ValueError("no sample has anything to supervise: check the data set's format and its assistant turns")
 
 
 def _columns(dataset) -> list[str]:
@@ -181,63 +225,52 @@ def _fate(answer_mask: list[int], sequence_length: int) -> str:
 # --- tokenizing
 
 
-def _tokenize_batch(batch: dict, indices: list[int], *, tokenizer, kind: str, append_eos: bool) -> dict:
+def _tokenize_batch(
+    batch: dict, indices: list[int], *, tokenizer, kind: str, append_eos: bool, streamed: bool = False
+) -> dict:
+    """One sample or more for each row of the data set; one that has none gives an empty sample, to be counted."""
     rows = {column: [] for column in ROW_COLUMNS}
     for at, index in enumerate(indices):
-        pieces = _samples_of({column: batch[column][at] for column in FORMATS[kind]}, tokenizer, kind, append_eos)
-        for number, sample in enumerate(pieces):
+        row = {column: batch[column][at] for column in (*FORMATS[kind], "tools") if column in batch}
+        _require_values(row, kind, index)
+        for number, sample in enumerate(_samples_of(row, tokenizer, kind, append_eos) or [[]]):
             ids, mask = [], []
             for part, supervised in sample:
                 ids += part
                 mask += [int(supervised)] * len(part)
-            _append(rows, ids, mask, [len(ids)], [(index << 2 * NUMBER_BITS) + (number << NUMBER_BITS)])
+            key = _content_key(ids) if streamed else index
+            _append(rows, ids, mask, [len(ids)], [(key << 2 * NUMBER_BITS) + (number << NUMBER_BITS)])
     return rows
+
+
+def _content_key(ids: list[int]) -> int:
+    """Stands for the row's number in a stream, where every worker counts from 0: equal samples share their noise."""
+    digest = hashlib.blake2b(json.dumps(ids).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2 * NUMBER_BITS + 1  # 43 bits: the sample id stays within int64
+
+
+def _require_values(row: dict, kind: str, index: int):
+    for column in FORMATS[kind]:
+        if row[column] is None:
+            raise ValueError(f"row {index} (counted from 0) has no value in column {column}: remove it or fill it in")
 
 
 def _samples_of(row: dict, tokenizer, kind: str, append_eos: bool) -> list[list[tuple[list[int], bool]]]:
     """The samples of one row of the data set; a sample is a list of (ids, supervised)."""
+    first = 0
     if kind == "prompt-completion" and isinstance(row["prompt"], list):
-        row, kind = {"messages": [*row["prompt"], *row["completion"]]}, "messages"
+        kind, first = "messages", len(row["prompt"])
+        row = row | {"messages": [*row["prompt"], *row["completion"]]}
     if kind == "messages":
         plain = partial(tokenizer, add_special_tokens=False)
-        turns = chat_samples(row["messages"], tokenizer)
+        messages = [without_nulls(message, keep="content") for message in row["messages"]]
+        turns = chat_samples(messages, tokenizer, first=first, tools=tools_of(row))
         return [[(plain(text)["input_ids"], supervised) for text, supervised in sample] for sample in turns]
     end = [tokenizer.eos_token_id] if append_eos and tokenizer.eos_token_id is not None else []
     if kind == "text":
         return [[(tokenizer(row["text"])["input_ids"] + end, True)]]
     completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
     return [[(tokenizer(row["prompt"])["input_ids"], False), (completion + end, True)]]
-
-
-def chat_samples(messages: list[dict], tokenizer) -> list[list[tuple[str, bool]]]:
-    """Cut a conversation into (text, supervised) pieces: supervised is what the assistant says, its end included.
-
-    A template that shows earlier turns differently later on (without their reasoning, say) gives one sample for each
-    rendering, so that every answer is trained behind the very text that it will see in use.
-
-    Raises:
-        ValueError: when the template's prompt is not how its own answer begins.
-    """
-
-    def render(upto: int, **options) -> str:
-        return tokenizer.apply_chat_template(messages[:upto], tokenize=False, **options)
-
-    samples, written = [], None
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant" or turn == 0:
-            continue
-        prompt, full = render(turn, add_generation_prompt=True), render(turn + 1)
-        if not full.startswith(prompt):
-            raise ValueError(
-                "the chat template writes an answer that does not begin with its generation prompt "
-                f"({prompt[-40:]!r}): assistant turns cannot be told apart, use another template or prompt/completion"
-            )
-        if written is None or not prompt.startswith(written):
-            samples.append([])
-            written = ""
-        samples[-1] += [(prompt[len(written) :], False), (full[len(prompt) :], True)]
-        written = full
-    return samples
 
 
 # --- fitting into rows
@@ -406,7 +439,10 @@ class MRPCollator:
         if self.sequence_length is None:
             return -(-longest // self.block_size) * self.block_size
         if longest > self.sequence_length:
-            raise ValueError(f"a row of {longest} tokens does not fit into sequence_length={self.sequence_length}")
+            raise ValueError(
+                f"a row of {longest} tokens does not fit into sequence_length={self.sequence_length}: "
+                f"{_remedies(longest)}"
+            )
         return self.sequence_length
 
 

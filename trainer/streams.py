@@ -9,7 +9,8 @@ class EndlessStream(torch.utils.data.IterableDataset):
     """Passes over a stream of rows, one after another, each shuffled anew where the stream is shuffled.
 
     A trainer that resumes skips as many batches as it has seen, which the end of a stream would cut short. Here there
-    is no end: every row says in `epoch` which pass it belongs to, and a batch may reach over the border of two.
+    is no end: every row says in `epoch` which pass it belongs to, and a batch may reach over the border of two. Only
+    a dataloader's worker beyond the last shard ends, at once.
 
     Args:
         rows: a `datasets.IterableDataset` of prepared rows, see data.py.
@@ -23,6 +24,9 @@ class EndlessStream(torch.utils.data.IterableDataset):
         self.rows = rows
 
     def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        if worker is not None and worker.id >= self.rows.num_shards:
+            return
         for epoch in count():
             self.rows.set_epoch(epoch)
             row = None

@@ -71,6 +71,24 @@ def packed(rows: Sequence[dict], sequence_length: int) -> list[dict]:
     ]
 
 
+def with_room(
+    prompts: Sequence[list[int]], max_new_tokens: int, block_size: int, sequence_length: int
+) -> list[list[int]]:
+    """The prompts whose longest answer, up to the end of its last block, stays within `sequence_length` tokens.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    room = sequence_length // block_size * block_size - max_new_tokens
+    kept = [prompt for prompt in prompts if len(prompt) <= room]
+    if not kept:
+        raise ValueError(
+            f"none of {len(prompts)} prompts leaves room for {max_new_tokens} new tokens within {sequence_length}: "
+            "raise --sequence-length or lower --max-new-tokens"
+        )
+    return kept
+
+
 def _eos(model) -> set[int]:
     eos = model.generation_config.eos_token_id
     return {eos} if isinstance(eos, int) else set(eos or ())
@@ -111,7 +129,10 @@ def main(argv: list[str]):
     source = load_source(arguments.data, split=arguments.split)
     rows = prepare_dataset(source, tokenizer, sequence_length=2**31, packing=False)
     count = len(rows) if arguments.samples is None else arguments.samples
-    prompts = prompts_of(rows, count, model.config.block_size)
+    wanted = prompts_of(rows, count, model.config.block_size)
+    prompts = with_room(wanted, arguments.max_new_tokens, model.config.block_size, arguments.sequence_length)
+    if len(prompts) < len(wanted):
+        print(f"{len(wanted) - len(prompts)} of {len(wanted)} prompts leave no room for an answer: left out")
     options = json.loads(arguments.options)
     found = []
     for row in trajectories(
