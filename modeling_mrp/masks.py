@@ -11,13 +11,17 @@ the other positions of its block, and its context. A shadow of [MASK] tokens ask
 model would say if this one alone were masked.
 """
 
+import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 PADDING = -1  # segment of padding: sees itself only, so that no attention row is empty
 UNWRITTEN = -2  # segment of cache slots that hold nothing
 CLEAN = 0  # the stream of clean tokens
+TILE = 128  # tokens on each side of the tiles that flex_attention skips or takes whole
 
 
 class Tokens(NamedTuple):
@@ -77,18 +81,7 @@ def attention_mask(q: Tokens, k: Tokens, implementation: str, dtype: torch.dtype
         ValueError: for an implementation that cannot take such a mask.
     """
     if implementation == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask  # imports the compiler: only when asked for
-
-        def mask_mod(row, head, q_index, k_index):
-            at = q.map(lambda field: field[row, q_index])
-            to = k.map(lambda field: field[row, k_index])
-            return _visible(at, to)
-
-        rows, queries = q.segment.shape
-        device = q.segment.device
-        return create_block_mask(
-            mask_mod, rows, None, queries, k.segment.shape[1], device=device, _compile=device.type == "cuda"
-        )
+        return _block_mask(q, k)
     visible = _visible(q.map(lambda field: field[:, None, :, None]), k.map(lambda field: field[:, None, None, :]))
     if implementation == "sdpa":
         return visible
@@ -97,3 +90,50 @@ def attention_mask(q: Tokens, k: Tokens, implementation: str, dtype: torch.dtype
     raise ValueError(
         f"attn_implementation must be 'sdpa', 'eager' or 'flex_attention' (block-causal masks), got {implementation!r}"
     )
+
+
+@torch.no_grad()  # one mode for the compiler, whoever calls
+def _block_mask(q: Tokens, k: Tokens):
+    """The mask as tiles of tokens: nothing visible, all visible, or the rule applied inside the kernel."""
+    from torch.nn.attention.flex_attention import BlockMask  # imports the compiler: only when asked for
+
+    rows, queries, keys = *q.segment.shape, k.segment.shape[1]
+    q, k = _whole_tiles(q, PADDING), _whole_tiles(k, UNWRITTEN)
+
+    def mask_mod(row, head, q_index, k_index):
+        return _visible(q.map(lambda field: field[row, q_index]), k.map(lambda field: field[row, k_index]))
+
+    count = _compiled_pairs_per_tile() if q.segment.is_cuda else _pairs_per_tile
+    pairs = count(q, k)[:rows, None, : math.ceil(queries / TILE), : math.ceil(keys / TILE)]
+    partly, wholly = _listed((pairs > 0) & (pairs < TILE**2)), _listed(pairs == TILE**2)
+    return BlockMask.from_kv_blocks(*partly, *wholly, TILE, mask_mod, seq_lengths=(queries, keys))
+
+
+def _whole_tiles(tokens: Tokens, padding: int) -> Tokens:
+    """Copies, padded to whole tiles, at least 2 of them in at least 2 rows, by tokens out of sight.
+
+    The compiler would make another graph for a size of 1, and for tensors that queries and keys have in common.
+    """
+    rows, length = tokens.segment.shape
+    missing = max(2, math.ceil(length / TILE)) * TILE - length
+    return tokens.map(lambda field: F.pad(field, (0, missing, 0, max(0, 2 - rows)), value=padding))
+
+
+def _pairs_per_tile(q: Tokens, k: Tokens) -> torch.Tensor:
+    """How many pairs of each tile see one another, [R, Q / TILE, S / TILE]."""
+    return _visible(
+        q.map(lambda field: field.unflatten(1, (-1, 1, TILE, 1))),  # [R, Q / TILE, 1, TILE, 1]
+        k.map(lambda field: field.unflatten(1, (1, -1, 1, TILE))),
+    ).sum((-2, -1))
+
+
+@cache
+def _compiled_pairs_per_tile():
+    """On a GPU only the compiler keeps the pairs from being written to memory."""
+    return torch.compile(_pairs_per_tile, dynamic=True)
+
+
+def _listed(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many tiles of keys are true for each tile of queries, and all of their indices, those first; int32."""
+    indices = tiles.int().argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32), indices.int()

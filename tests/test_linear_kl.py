@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from trainer import linear_kl
 from trainer.bench_loss import bench_loss, main, naive_linear_kl, peak_memory
+from trainer.linear_kl import auto_chunk_rows
 
 GOLDEN = Path(__file__).parent / "golden"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -317,6 +318,25 @@ def test_at_most_24_bytes_per_element_of_a_chunk(dtype, chunk_rows):
     assert forward_peak(rows, vocab_size, hidden, chunk_rows, dtype) - per_row <= 24 * chunk_rows * vocab_size
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype", "rows"),
+    [
+        (151936, None, 768),  # of 883
+        (151936, torch.float32, 256),  # of 441
+        (2**19 + 1, None, 255),  # no whole multiple fits
+        (2**28, None, 1),
+    ],
+)
+def test_chunks_of_a_gpu_are_whole_tiles_whatever_the_number_of_rows(vocab_size, dtype, rows):
+    weight = torch.empty(vocab_size, 2, dtype=torch.bfloat16, device="meta")  # taken for a GPU
+    assert {auto_chunk_rows(n, weight, dtype) for n in (0, 1, 700, 883, 12345)} == {rows}
+
+
+def test_chunks_of_a_cpu_are_of_about_equal_size():
+    weight = torch.empty(3 * 2**12, 2)
+    assert [auto_chunk_rows(n, weight) for n in (0, 1, 1024, 1025, 4000)] == [1, 1, 1024, 513, 1000]
+
+
 def test_memory_grows_with_rows_as_their_hidden_states_and_halves_with_the_chunk():
     vocab_size, hidden = 20000, 8
     few, many = forward_peak(32, vocab_size, hidden, 8), forward_peak(256, vocab_size, hidden, 8)
@@ -440,9 +460,12 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", no_compiler)
 
 
+NAMES = ["naive", "compile", "liger", "ours", "gemms", "gemms whole"]
+
+
 def test_benchmark_reports_ratios_and_why_something_cannot_run(uncompiled):
     rows = {row["name"]: row for row in bench_loss(rows=64, vocab_size=2000, hidden_size=16, repeats=1, chunk_rows=4)}
-    assert list(rows) == ["naive", "compile", "liger", "ours", "gemms"]
+    assert list(rows) == NAMES
     assert rows["compile"]["note"] == "no C++ compiler" and rows["compile"]["seconds"] is None
     assert rows["naive"]["time_ratio"] == rows["naive"]["memory_ratio"] == 1
     assert rows["ours"]["memory_ratio"] < 1 / 8
@@ -453,7 +476,17 @@ def test_benchmark_reports_ratios_and_why_something_cannot_run(uncompiled):
 def test_benchmark_prints_a_table(uncompiled, capsys):
     assert main(["--rows", "8", "--vocab-size", "100", "--hidden-size", "8", "--repeats", "1", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["naive", "compile", "liger", "ours", "gemms"]
+    assert [line[:11].strip() for line in lines[1:]] == NAMES
+
+
+def test_whatever_a_contender_raises_is_its_note(uncompiled, monkeypatch):
+    def of_another_version(*_):
+        raise TypeError("unexpected keyword 'jsd_beta'")
+
+    monkeypatch.setattr("trainer.bench_loss._liger_mean_kl", of_another_version)
+    rows = {row["name"]: row for row in bench_loss(rows=4, vocab_size=100, hidden_size=8, repeats=1)}
+    assert rows["liger"]["note"] == "unexpected keyword 'jsd_beta'"
+    assert rows["ours"]["note"] is None
 
 
 def run_python(*arguments, **environment):

@@ -1,8 +1,12 @@
 """The visibility rule against a slow statement of it, token by token."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
+from modeling_mrp import masks
 from modeling_mrp.masks import CLEAN, PADDING, Tokens, attention_mask, join, segment_positions, tokens_of_stream
 
 
@@ -89,6 +93,45 @@ def test_every_form_of_the_mask_says_the_same(shadows):
     rows, queries, keys = (torch.arange(n) for n in (3, 17, 29))
     mod = block_mask.mask_mod(rows[:, None, None], 0, queries[None, :, None], keys[None, None])
     assert torch.equal(mod[:, None], visible)
+
+
+SIZES = [(2, 256, 256), (3, 300, 300), (1, 128, 700), (1, 700, 128), (5, 1, 1), (4, 200, 840), (2, 129, 129)]
+
+
+@pytest.mark.parametrize("shadows", [False, True])
+@pytest.mark.parametrize(("rows", "queries", "keys"), SIZES)
+def test_tiles_are_those_that_pytorch_finds(rows, queries, keys, shadows):
+    q, k = (random_tokens(rows, length, seed, shadows) for seed, length in enumerate((queries, keys)))
+    for tokens in (q, k):
+        tokens.segment[:, 128:] = 0  # some tiles are seen whole, some in part, some not at all
+        tokens.stream[:, 128:] = 1
+        tokens.block[:, 128:] = torch.arange(max(0, tokens.block.shape[1] - 128)) // 256
+    ours = attention_mask(q, k, "flex_attention", torch.float32)
+    theirs = create_block_mask(ours.mask_mod, rows, None, queries, keys, device="cpu")
+    assert ours.shape == theirs.shape
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        ours_now, theirs_now = getattr(ours, name), getattr(theirs, name)
+        assert torch.equal(ours_now, theirs_now) and ours_now.dtype == theirs_now.dtype, name
+
+
+@pytest.mark.parametrize("shadows", [False, True])
+def test_the_compiler_makes_few_graphs_for_many_shapes(monkeypatch, shadows):
+    """It gives up after 8, and the mask is made dense from then on. It once made another graph for a single row, a
+    single tile, and for queries that are the keys; every batch of another size may be one of these."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(masks, "_pairs_per_tile", masks._compiled_pairs_per_tile.__wrapped__())
+    for rows, queries, keys in SIZES:
+        q, k = random_tokens(rows, queries, 0, shadows), random_tokens(rows, keys, 1, shadows)
+        attention_mask(q, q, "flex_attention", torch.float32)
+        with torch.no_grad():
+            attention_mask(q, k, "flex_attention", torch.float32)
+    assert 1 <= len(graphs) <= 2
 
 
 def test_another_implementation_is_refused():

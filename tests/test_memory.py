@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from trainer.head_metrics import measure_head
+from trainer.linear_kl import CHUNK_ELEMENTS, linear_kl
 from trainer.memory import MemoryEstimate, advice, estimate_memory
+from trainer.objectives import linear_log_prob, linear_total_variation, teacher_choice
 
 GIB = 2**30
 
@@ -40,6 +43,28 @@ def test_estimate_is_within_a_third_of_what_a_step_takes(tiny_model, rows, lengt
     expected = estimate.activations + gradients
     measured = peak_of(step)
     assert measured / 1.33 < expected < 1.33 * measured
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda s, t, w, at: linear_total_variation(s, t, w).sum().backward(),
+        lambda s, t, w, at: linear_log_prob(s, w, at, 5).sum().backward(),
+        lambda s, t, w, at: teacher_choice(t, w, at, 5),
+        lambda s, t, w, at: measure_head(t[None], s[None, None], t[None, None], w, torch.ones(1, 1, 64), at[None], 5),
+        lambda s, t, w, at: linear_kl(s, t, w).sum().backward() if w.dtype == torch.float32 else None,
+    ],
+)
+def test_estimate_covers_whatever_is_done_with_logits(tiny_model, monkeypatch, work, dtype):
+    """In float32, whatever the dtype of the weight: half as many rows then for a weight in bfloat16."""
+    vocabulary, chunk = 2000, 16
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", chunk * vocabulary)
+    model = tiny_model(vocab_size=vocabulary, hidden_size=32).to(dtype)
+    s, t = torch.randn(64, 32, requires_grad=True), torch.randn(64, 32)
+    rows = torch.arange(64)
+    peak = peak_of(lambda: work(s, t, model.lm_head.weight.detach(), rows))
+    assert peak <= 1.05 * estimate_memory(model, 1, 64, 1).loss
 
 
 def estimate(**sizes) -> MemoryEstimate:

@@ -16,10 +16,10 @@ from .arguments import MRPTrainingArguments
 from .bench_shapes import CPU_LAYERS, SHAPES, random_model
 from .bench_timing import DTYPES, check_at_least_one, interleaved, machine, median_ratio
 from .cli import command_parser
+from .linear_kl import auto_chunk_rows
+from .loading import default_attention, usable_device
 from .mrp_trainer import MRPTrainer
 from .weight_files import fetch
-
-PRODUCT_ELEMENTS = 2**25  # logits that the bare matrix products hold at one time
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,11 @@ class BareStep:
         self.supervised = int((batch["loss_weight"] > 0).sum())
         weight = model.lm_head.weight
         self.rows = torch.randn(max(1, self.supervised), size, device=device).to(weight.dtype)
-        self.chunk = max(1, PRODUCT_ELEMENTS // len(weight))
+        self.chunk = auto_chunk_rows(len(self.rows), weight)
 
     @torch.no_grad()
     def backbone(self):
-        self.model.model(self.packed, use_cache=False)
+        self.model.model(self.packed, attention_mask={"full_attention": None}, use_cache=False)
 
     def head(self):
         head, backbone = self.model.mrp_head, self.model.model
@@ -249,9 +249,15 @@ def build_model(options, device: torch.device, dtype: torch.dtype) -> MRPForDiff
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line of `mrp bench train`."""
     options = parser().parse_args(argv)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = usable_device(options.device)
+    if device.index:
+        raise ValueError(
+            f"--device must be cpu or cuda, got {device}: training takes the first GPU that it sees, so set "
+            f"CUDA_VISIBLE_DEVICES={device.index} and leave --device out"
+        )
     dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     model = build_model(options, device, dtype)
+    model.set_attn_implementation(default_attention(device, options.bf16))
     result = bench_train(
         model,
         rows=options.rows,

@@ -1,5 +1,7 @@
 """True speed while training: decode a few held-out prompts with the head as it is."""
 
+from contextlib import contextmanager
+
 import torch
 
 from .evaluation import decode_batch
@@ -38,6 +40,19 @@ def left_padded(prompts: list[list[int]], model) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
 
 
+@contextmanager
+def decoding_attention(model):
+    """sdpa in place of flex_attention, which compiles for its shapes: decoding has small and ever new ones."""
+    usual = model.config._attn_implementation
+    if usual == "flex_attention":
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if usual == "flex_attention":
+            model.set_attn_implementation(usual)
+
+
 @torch.no_grad()
 def decode_figures(model, prompts: list[list[int]], drafts: int, max_new_tokens: int) -> dict[str, float]:
     """Decode all prompts in one batch by `spec` and say what it took.
@@ -52,15 +67,16 @@ def decode_figures(model, prompts: list[list[int]], drafts: int, max_new_tokens:
         `tokens_per_forward` (all backbone forwards counted) and `accepted_k`, the share of drafts at depth k = 1..
         that were accepted, where any were proposed.
     """
-    out = model.generate(
-        **left_padded(prompts, model),
-        max_new_tokens=max_new_tokens,
-        pad_token_id=model.config.pad_token_id or 0,
-        do_sample=False,
-        mrp_mode="spec",
-        mrp_steps=drafts,
-        return_dict_in_generate=True,
-    )
+    with decoding_attention(model):
+        out = model.generate(
+            **left_padded(prompts, model),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=model.config.pad_token_id or 0,
+            do_sample=False,
+            mrp_mode="spec",
+            mrp_steps=drafts,
+            return_dict_in_generate=True,
+        )
     tokens = out.stats.tokens_by_backbone.sum() + out.stats.tokens_by_head.sum()
     figures = {"tokens_per_forward": float(tokens / out.stats.backbone_forwards.sum())}
     proposed, accepted = out.stats.drafts_proposed.sum(0), out.stats.drafts_accepted.sum(0)
@@ -105,9 +121,10 @@ def accepted_per_verification(
         raise ValueError(f"drafts must be at least 2, or the head drafts nothing; got {drafts}")
     options = {"mrp_mode": "spec", "mrp_steps": drafts, "mrp_draft": "head"}
     rates = []
-    for start in range(0, len(prompts), batch_size):
-        for row in decode_batch(model, prompts[start : start + batch_size], options, max_new_tokens):
-            verifications = row["proposed"][1]  # every chain has a draft at depth 1
-            if verifications:
-                rates.append(sum(row["accepted"]) / verifications)
+    with decoding_attention(model):
+        for start in range(0, len(prompts), batch_size):
+            for row in decode_batch(model, prompts[start : start + batch_size], options, max_new_tokens):
+                verifications = row["proposed"][1]  # every chain has a draft at depth 1
+                if verifications:
+                    rates.append(sum(row["accepted"]) / verifications)
     return rates

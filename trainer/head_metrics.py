@@ -1,12 +1,11 @@
 """What the head gains: KL and agreement with the backbone's next step, measured on a training batch."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**24  # of one [rows, V] buffer
+from .linear_kl import auto_chunk_rows
 
 
 @dataclass
@@ -90,13 +89,12 @@ def measure_head(
             continue
         weight = loss_weight[row, k, position].double()
         picks = {"b": [], "c": []}
-        for chunk in _chunks(len(row), lm_head.shape[0]):
-            r, i = row[chunk], position[chunk]
-            a = _log_probs(backbone_hidden[r, i], lm_head)
-            c = _log_probs(corrected_hidden[r, k, i], lm_head)
+        size = auto_chunk_rows(len(row), lm_head, torch.float32)
+        for r, i, w in zip(row.split(size), position.split(size), weight.split(size), strict=True):
             b = _log_probs(revealed_hidden[r, k, i], lm_head)
-            metrics.kl_uncorrected[k] += (weight[chunk] * _kl(b, a)).sum()
-            metrics.kl_corrected[k] += (weight[chunk] * _kl(b, c)).sum()
+            metrics.kl_uncorrected[k] += (w * _kl(b, _log_probs(backbone_hidden[r, i], lm_head))).sum()
+            c = _log_probs(corrected_hidden[r, k, i], lm_head)
+            metrics.kl_corrected[k] += (w * _kl(b, c)).sum()
             for name, log_p in (("b", b), ("c", c)):
                 log_p[:, mask_token_id] = -torch.inf
                 picks[name].append(torch.stack(surest(log_p)))
@@ -109,11 +107,6 @@ def measure_head(
         metrics.blocks[k] = len(first[0])
         metrics.same_pick[k] = ((first[0] == first[1]) & (b_token[first[0]] == c_token[first[0]])).sum()
     return metrics
-
-
-def _chunks(rows: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
-    return (slice(start, start + size) for start in range(0, rows, size))
 
 
 def _log_probs(hidden: Tensor, lm_head: Tensor) -> Tensor:

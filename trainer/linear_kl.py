@@ -19,6 +19,7 @@ BACKENDS = ("auto", "torch", "triton")
 # Elements of one [rows, V] buffer that chunk_rows="auto" aims at: small enough to save memory, large enough for
 # matrix products at full speed.
 CHUNK_ELEMENTS = {"cpu": 3 * 2**22, "cuda": 2**27}
+CHUNK_MULTIPLE = 256  # rows, on a GPU
 # Elements the PyTorch row function works on at a time. Smaller tiles would stay in a CPU's cache, but each operation
 # on one ends in a barrier between threads, and on a busy machine those barriers cost far more than the cache saves.
 TILE_ELEMENTS = {"cpu": 2**22, "cuda": 2**25}
@@ -72,7 +73,7 @@ def linear_kl(
     weight = weight.detach()[:vocab_size].contiguous()
     row_function = _row_function(backend, weight)
     if chunk_rows == "auto":
-        chunk_rows = _auto_chunk_rows(h_student.shape[0], weight)
+        chunk_rows = auto_chunk_rows(h_student.shape[0], weight)
     want_gradient = torch.is_grad_enabled() and h_student.requires_grad
     return _LinearKL.apply(
         h_student, h_teacher.detach(), weight, suppressed, float(temperature), chunk_rows, row_function, want_gradient
@@ -201,11 +202,25 @@ def _accumulation_dtype(weight: Tensor) -> torch.dtype:
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
-def _auto_chunk_rows(n: int, weight: Tensor) -> int:
-    """Rows per chunk near the element target of the device, chunks of about equal size."""
-    most = max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cuda"]) // weight.shape[0])
-    chunks = max(1, math.ceil(n / most))
+def auto_chunk_rows(n: int, weight: Tensor, dtype: torch.dtype | None = None) -> int:
+    """Rows whose logits to make at a time, of `n` in all, near the element target of the weight's device.
+
+    Args:
+        n: at least 0.
+        weight: [V, H].
+        dtype: of the [rows, V] buffers; default: the weight's. A wider one gets fewer rows for the same bytes.
+    """
+    size = chunk_bytes(weight) // (weight.dtype if dtype is None else dtype).itemsize
+    most = max(1, size // weight.shape[0])
+    if weight.device.type != "cpu":  # whole tiles of a product, and the same sizes whatever n is
+        return most - most % CHUNK_MULTIPLE or most
+    chunks = max(1, math.ceil(n / most))  # of about equal size
     return max(1, math.ceil(n / chunks))
+
+
+def chunk_bytes(weight: Tensor) -> int:
+    """Bytes of one [rows, V] buffer of `auto_chunk_rows`, at most, unless a single row needs more."""
+    return CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cuda"]) * weight.element_size()
 
 
 def _row_function(backend: str, weight: Tensor) -> RowFunction:

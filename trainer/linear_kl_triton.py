@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 from torch import Tensor
 
 try:
@@ -31,18 +32,19 @@ def kl_rows_triton(teacher: Tensor, delta: Tensor, kl: Tensor, temperature: floa
     """
     rows, vocab_size = teacher.shape
     block = min(MAX_BLOCK, triton.next_power_of_2(vocab_size))
-    _kl_rows_kernel[(rows,)](
-        teacher,
-        delta,
-        kl,
-        teacher.stride(0),
-        delta.stride(0),
-        vocab_size,
-        1.0 / temperature,
-        BLOCK=block,
-        WRITE_GRADIENT=write_gradient,
-        num_warps=8 if block >= 2048 else 4,
-    )
+    with torch.cuda.device_of(teacher):  # triton launches on the current device, wherever the tensors are
+        _kl_rows_kernel[(rows,)](
+            teacher,
+            delta,
+            kl,
+            teacher.stride(0),
+            delta.stride(0),
+            vocab_size,
+            1.0 / temperature,
+            BLOCK=block,
+            WRITE_GRADIENT=write_gradient,
+            num_warps=8 if block >= 2048 else 4,
+        )
 
 
 if HAS_TRITON:

@@ -1,4 +1,4 @@
-"""The model and the tokenizer that a command decodes with, from its arguments `model`, `revision`, `dtype`, ..."""
+"""Model and tokenizer of a command from its arguments `model`, `revision`, `dtype`, ...; device and attention."""
 
 import torch
 from transformers import AutoTokenizer
@@ -23,11 +23,18 @@ def load(arguments):
         trained = read_head_config(fetch(arguments.head)[0])
         head = {name: trained.get(name) for name in ("num_mrp_layers", "mrp_residual")}
         model = load_head(MRPForDiffusionLM.from_backbone(folder, **head, dtype=arguments.dtype), arguments.head)
-    # with our config and no trust, the tokenizer's class is transformers' own, whatever code the folder names
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder, config=model.config, padding_side="left", trust_remote_code=False
-    )
-    return _placed(model, arguments), tokenizer
+    return _placed(model, arguments), load_tokenizer(folder, model.config, padding_side="left")
+
+
+def load_tokenizer(source, config, **options):
+    """The tokenizer of a folder or Hub id, never by code that it holds.
+
+    Args:
+        config: the model's.
+        options: of `AutoTokenizer.from_pretrained` (revision, padding_side, ...).
+    """
+    # with our config and no trust its class is transformers' own, whatever code the folder names
+    return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **options)
 
 
 def load_full_head(arguments):
@@ -67,6 +74,14 @@ def usable_device(name: str | None) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def default_attention(device: torch.device, autocast: bool) -> str:
+    """The attention implementation to train with on this device, under autocast to half precision or not."""
+    if device.type != "cuda":
+        return "sdpa"
+    # the norms of q and k give float32 under autocast, v stays half: older releases of flex_attention refuse the mix
+    return "sdpa" if autocast and torch.__version__ < "2.11" else "flex_attention"
 
 
 def encode(tokenizer, prompts: list[str], raw: bool = False):

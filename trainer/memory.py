@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .linear_kl import CHUNK_ELEMENTS
+from .linear_kl import chunk_bytes
 
 OPTIMIZER_BYTES = 12  # float32 gradient and two Adam moments for each parameter of the head
 # Activations of one decoder layer, in units of one hidden vector (h) or one feed-forward vector (f) per token:
@@ -13,6 +13,7 @@ OPTIMIZER_BYTES = 12  # float32 gradient and two Adam moments for each parameter
 FORWARD_H, FORWARD_F = 6, 3
 BACKWARD_H, BACKWARD_F = 14, 4
 STEP_H = 8  # what a head step keeps beside its layers: both norms, their concatenation, the residual
+LOSS_BUFFERS = 6  # of a chunk of logits, at one time: of the objectives and of the head's metrics; the KL takes fewer
 
 
 @dataclass
@@ -23,7 +24,7 @@ class MemoryEstimate:
         weights: backbone, embeddings and head.
         optimizer: gradients and optimizer states of the head.
         activations: of the packed frozen forward, or of the head unrolled with its backward pass, whichever is more.
-        loss: hidden states of the supervised rows, their gradients, and a chunk of logits.
+        loss: hidden states of the supervised rows, their gradients, and chunks of logits.
     """
 
     weights: int
@@ -69,8 +70,7 @@ def estimate_memory(
         forward += rows * (length * (2 + steps)) ** 2
         head += rows * (length * 2) ** 2
     supervised = rows * length * steps  # at most
-    device = model.lm_head.weight.device.type
-    logits = 2 * max(CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]), vocabulary) * item
+    logits = LOSS_BUFFERS * max(chunk_bytes(model.lm_head.weight), 4 * vocabulary)
     return MemoryEstimate(
         weights=_bytes(model.parameters()) // shards + (_gathered(model) if shards > 1 else 0),
         optimizer=OPTIMIZER_BYTES * head_parameters // shards,

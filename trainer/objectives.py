@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .head_metrics import first_of_each, surest
+from .linear_kl import auto_chunk_rows
 
 DIVERGENCES = ("kl", "total_variation")
-CHUNK_ELEMENTS = 2**24  # of one [rows, V] buffer
 
 
 def linear_total_variation(h_student: Tensor, h_teacher: Tensor, weight: Tensor) -> Tensor:
@@ -28,7 +28,8 @@ def linear_total_variation(h_student: Tensor, h_teacher: Tensor, weight: Tensor)
         q = torch.softmax(logits, dim=-1)
         difference = q - torch.softmax((h_teacher[rows].to(weight.dtype) @ weight.T).float(), dim=-1)
         side = difference.sign()
-        return difference.abs().sum(-1) / 2, q * (side - (q * side).sum(-1, keepdim=True)) / 2
+        value = difference.abs_().sum(-1) / 2
+        return value, side.sub_((q * side).sum(-1, keepdim=True)).mul_(q).div_(2)
 
     return _RowValues.apply(h_student, weight.detach(), value_and_gradient)
 
@@ -58,7 +59,7 @@ def teacher_choice(h_teacher: Tensor, weight: Tensor, block: Tensor, mask_token_
         h_teacher: [N, H]; weight: [V, H]; block: int64 [N], unique over everything passed.
     """
     tokens, scores = [], []
-    for rows in h_teacher.split(max(1, CHUNK_ELEMENTS // weight.shape[0])):
+    for rows in h_teacher.split(auto_chunk_rows(len(h_teacher), weight, torch.float32)):
         log_p = torch.log_softmax((rows.to(weight.dtype) @ weight.T).float(), dim=-1)
         log_p[:, mask_token_id] = -torch.inf
         score, token = surest(log_p)
@@ -100,7 +101,7 @@ class _RowValues(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, value_and_gradient: Callable) -> Tensor:
         values = torch.empty(len(hidden), device=hidden.device)
         gradient = torch.empty_like(hidden)
-        size = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        size = auto_chunk_rows(len(hidden), weight, values.dtype)
         for start in range(0, len(hidden), size):
             rows = slice(start, min(start + size, len(hidden)))
             logits = (hidden[rows].to(weight.dtype) @ weight.T).float()
