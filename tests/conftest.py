@@ -1,5 +1,6 @@
 """Tiny models for the tests: random weights, float32, one thread."""
 
+import json
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test looks anything up
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 torch.set_num_threads(1)
 
@@ -30,6 +32,7 @@ WORDS = [
     ".",
     "?",
 ]
+NUMBERS = WORDS[2:7]
 SPECIAL = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
 
 
@@ -89,3 +92,36 @@ def word_tokenizer():
         "{% for m in messages %}{{ m['content'] }} . {% endfor %}{% if add_generation_prompt %}so {% endif %}"
     )
     return fast
+
+
+@pytest.fixture
+def project(tiny_model, word_tokenizer, tmp_path):
+    """A folder with a backbone without a head, data, and a config; returns a function that writes the config."""
+    tiny_model(num_mrp_layers=0).save_pretrained(tmp_path / "base")
+    word_tokenizer.save_pretrained(tmp_path / "base")
+    records = [
+        {"prompt": f"what is {a} plus {b} ?", "completion": f"so {b} and {a} . {a}"} for a in NUMBERS for b in NUMBERS
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def write(name="run", **options):
+        values = {
+            "base_model": str(tmp_path / "base"),
+            "num_mrp_layers": 1,
+            "train_data": str(tmp_path / "data.jsonl"),
+            "output_dir": str(tmp_path / name),
+            "sequence_length": 16,
+            "packing": False,
+            "per_device_train_batch_size": 4,
+            "max_steps": 6,
+            "save_steps": 2,
+            "logging_steps": 1,
+            "unroll_steps": 2,
+            "use_cpu": True,
+            "disable_tqdm": True,
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values | options))
+        return str(path)
+
+    return write

@@ -117,15 +117,32 @@ def test_two_processes_of_the_ddp_config_train_one_head(config, tmp_path):
 
 
 FOUR_STEPS = {"learning_rate": 0.01, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-EVALUATION = {"eval_strategy": "steps", "eval_steps": 4, "decode_new_tokens": 4, "reveal": "confident"}
+EVALUATION = {"eval_steps": 4, "decode_new_tokens": 4, "reveal": "confident"}
+RECIPE = {
+    "backbone_dtype": "bfloat16",
+    "bf16": True,
+    "gradient_checkpointing": True,
+    "choice_weight": 0.1,
+    "packing": True,
+    "sequence_length": 32,
+    "gradient_accumulation_steps": 2,
+}
 
 
 @pytest.mark.slow
 def test_fsdp2_config_trains_the_head_of_one_process_and_resumes_it(config, tmp_path):
-    """Both optimizers in one launch, their checkpoints in another; the last run there is on another backbone."""
+    """All kinds of runs in one launch, their checkpoints in another; the last run there is on another backbone.
+
+    Of the recipe's data every fourth sample fills a row, so that the packed rows have unlike numbers of answers.
+    """
+    held_out, uneven = tmp_path / "held-out.jsonl", tmp_path / "uneven.jsonl"
+    samples = [{"prompt": "what is", "completion": "so one plus two " * (1 if n % 4 else 7)} for n in range(32)]
+    uneven.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    held_out.write_text("".join(json.dumps(sample) + "\n" for sample in samples[1:5]))
     shared = {
-        "adam": FOUR_STEPS | EVALUATION | {"eval_data": str(tmp_path / "data.jsonl")},
+        "adam": FOUR_STEPS | EVALUATION | {"eval_data": str(held_out)},
         "muon": FOUR_STEPS | {"muon_learning_rate": 0.02},
+        "recipe": FOUR_STEPS | RECIPE | {"train_data": str(uneven)},
     }
     middle = {name: tmp_path / name / "checkpoint-2" for name in shared}
     alone = {"per_device_train_batch_size": 2}
@@ -138,8 +155,8 @@ def test_fsdp2_config_trains_the_head_of_one_process_and_resumes_it(config, tmp_
     done = launch(*again, config("other", backbone_seed=1, **shared["adam"], **halved, **resume["adam"]))
     assert "load it onto the backbone it belongs to" in done.stderr
 
-    # Muon orthogonalises in bfloat16: there the order of a sum shows
-    for name, tolerance in (("adam", 1e-4), ("muon", 1e-2)):
+    # Muon orthogonalises in bfloat16, and the recipe calculates in it: there the order of a sum shows
+    for name, tolerance in (("adam", 1e-4), ("muon", 1e-2), ("recipe", 1e-2)):
         main([config(f"{name}-alone", **shared[name], **alone)])
         main([config(f"{name}-onward", **shared[name], **alone, **resume[name])])
         two = head(tmp_path / name)

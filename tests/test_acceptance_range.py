@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
-from trainer.decode_evaluation import acceptance_range, accepted_per_verification
+from trainer.decode_evaluation import acceptance_range, accepted_per_verification, decode_figures
 from trainer.head_files import load_head, save_head
 from trainer.hub import convert
 from trainer.train import main as train
@@ -47,6 +47,22 @@ def test_without_drafts_there_is_no_range(model):
         accepted_per_verification(model, PROMPTS, 1, 24)
 
 
+@pytest.mark.parametrize("attention", ["flex_attention", "eager"])
+def test_decoding_leaves_flex_attention_to_training(model, monkeypatch, attention):
+    """It would compile for every length; and training goes on with what it had, whatever happens."""
+    expected = decode_figures(model, PROMPTS, 4, 24), acceptance_range(model, PROMPTS, 4, 24)
+    model.set_attn_implementation(attention)
+    seen = set()
+    model.model.register_forward_pre_hook(lambda *_: seen.add(model.config._attn_implementation))
+    assert (decode_figures(model, PROMPTS, 4, 24), acceptance_range(model, PROMPTS, 4, 24)) == expected
+    assert seen == {"sdpa" if attention == "flex_attention" else attention}
+    assert model.config._attn_implementation == attention
+    for measure in (decode_figures, acceptance_range):
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            measure(model, PROMPTS, 4, max_new_tokens=-1)
+        assert model.config._attn_implementation == attention
+
+
 def test_the_record_goes_where_the_head_goes(model, tmp_path):
     model.config.trained_acceptance = RECORD
     model.save_pretrained(tmp_path / "whole")
@@ -78,12 +94,13 @@ def test_training_records_what_held_out_prompts_accept(tiny_model, word_tokenize
     tiny_model(num_mrp_layers=0, block_size=8).save_pretrained(tmp_path / "base")
     word_tokenizer.save_pretrained(tmp_path / "base")
     rows = [{"prompt": f"what is {word} ?", "completion": f"so {word} . ok"} for word in ("one", "two", "three")]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("data.jsonl", "held-out.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {
         "base_model": tmp_path / "base", "train_data": tmp_path / "data.jsonl", "output_dir": tmp_path / "head",
         "num_mrp_layers": 1, "sequence_length": 16, "packing": False, "unroll_steps": 2, "max_steps": 2,
         "decode_new_tokens": 24, "use_cpu": True, "disable_tqdm": True,
-    } | ({"eval_data": tmp_path / "data.jsonl"} if held_out else {})  # fmt: skip
+    } | ({"eval_data": tmp_path / "held-out.jsonl"} if held_out else {})  # fmt: skip
     train([text for name, value in options.items() for text in (f"--{name}", str(value))])
     recorded = json.loads((tmp_path / "head" / "mrp_head_config.json").read_text())["trained_acceptance"]
     if not held_out:

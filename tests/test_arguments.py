@@ -109,3 +109,22 @@ def test_schedule_of_another_type_gets_no_minimum():
 def test_every_default_is_valid():
     for group in ARGUMENTS:
         group()
+
+
+def test_held_out_data_are_evaluated_as_often_as_is_saved(config):
+    path = config("train_data: a.jsonl\neval_data: b.jsonl\nsave_steps: 70\nper_device_train_batch_size: 3\n")
+    args = parse_arguments([path])[2]
+    assert (args.eval_strategy, args.eval_steps, args.per_device_eval_batch_size) == ("steps", 70, 3)
+    assert parse_arguments([path, "--eval_steps", "20"])[2].eval_steps == 20
+    assert parse_arguments([path, "--eval_strategy", "epoch"])[2].eval_strategy == "epoch"
+
+
+def test_training_data_are_no_held_out_data(config):
+    path = config("train_data: some/data\neval_data: some/data\n")
+    with pytest.raises(ValueError, match="eval_data is some/data and eval_split 'train', what is trained on"):
+        parse_arguments([path])
+    assert parse_arguments([path, "--eval_split", "test"])[1].eval_split == "test"
+
+
+def test_one_reveal_count_needs_no_list(config):
+    assert parse_arguments([config("reveal_counts: 2\n")])[2].reveal_counts == [2]

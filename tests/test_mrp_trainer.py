@@ -209,7 +209,7 @@ def test_resuming_on_another_backbone_is_refused(make_trainer, loaded_model, tmp
 
 
 def test_batch_with_nothing_supervised_still_has_a_zero_gradient_for_every_head_tensor(make_trainer):
-    trainer = make_trainer(train=rows(4, prompt=LENGTH))
+    trainer = make_trainer(train=rows(4, prompt=LENGTH) + rows(1), train_sampling_strategy="sequential")
     batch = next(iter(trainer.get_train_dataloader()))
     assert (batch["loss_weight"] == 0).all()
     loss = trainer.compute_loss(trainer.model, batch)
@@ -236,7 +236,7 @@ def test_noise_of_a_batch_changes_from_epoch_to_epoch(make_trainer):
 def test_confident_reveals_what_the_backbone_is_surest_of(make_trainer):
     trainer = make_trainer(reveal="confident", unroll_steps=1)
     batch = next(iter(trainer.get_train_dataloader()))
-    changed = trainer._reveal_confident(batch)
+    changed = trainer._reveal_confident(batch, trainer._lm_head())
     model, mask = trainer.model, trainer.model.config.mask_token_id
     logits = model(batch["input_ids"], clean_ids=batch["clean_ids"], segment_ids=batch["segment_ids"]).logits
     logits[..., mask] = -torch.inf

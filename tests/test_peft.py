@@ -185,6 +185,13 @@ def test_adapter_on_another_backbone_or_other_layers_is_refused(with_copies, tin
         load_head(lora_head(with_copies(), 2), tmp_path / "full")
 
 
+@pytest.mark.parametrize(("rank", "alpha", "option"), [(3, 4.0, "lora_rank"), (2, 8.0, "lora_alpha")])
+def test_adapter_of_another_rank_or_scale_is_not_trained_on(with_copies, tmp_path, rank, alpha, option):
+    save_head(lora_head(with_copies(), 2, alpha=4.0), tmp_path / "head")
+    with pytest.raises(ValueError, match=f"was trained with {option}=.*set {option} to"):
+        load_head(lora_head(with_copies(), rank, alpha=alpha), tmp_path / "head")
+
+
 def _saved(model, folder):
     model.save_pretrained(folder)
     return folder

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from trainer.arguments import MRPTrainingArguments, parse_arguments
@@ -22,39 +21,6 @@ WORDS = ["one", "two", "three", "four", "five"]
 
 def write_data(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-@pytest.fixture
-def project(tiny_model, word_tokenizer, tmp_path):
-    """A folder with a backbone without a head, data, and a config; returns a function that writes the config."""
-    tiny_model(num_mrp_layers=0).save_pretrained(tmp_path / "base")
-    word_tokenizer.save_pretrained(tmp_path / "base")
-    records = [
-        {"prompt": f"what is {a} plus {b} ?", "completion": f"so {b} and {a} . {a}"} for a in WORDS for b in WORDS
-    ]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-
-    def write(name="run", **options):
-        values = {
-            "base_model": str(tmp_path / "base"),
-            "num_mrp_layers": 1,
-            "train_data": str(tmp_path / "data.jsonl"),
-            "output_dir": str(tmp_path / name),
-            "sequence_length": 16,
-            "packing": False,
-            "per_device_train_batch_size": 4,
-            "max_steps": 6,
-            "save_steps": 2,
-            "logging_steps": 1,
-            "unroll_steps": 2,
-            "use_cpu": True,
-            "disable_tqdm": True,
-        }
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(values | options))
-        return str(path)
-
-    return write
 
 
 OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -83,7 +49,8 @@ def losses(folder):
 
 
 def test_config_gives_a_head_that_loads_onto_its_backbone(project, tmp_path):
-    config = project(eval_data=str(tmp_path / "data.jsonl"), eval_strategy="steps", eval_steps=3, decode_new_tokens=8)
+    write_data(tmp_path / "held-out.jsonl", [{"prompt": "what is one", "completion": "so one . two"}] * 6)
+    config = project(eval_data=str(tmp_path / "held-out.jsonl"), eval_steps=3, decode_new_tokens=8)
     assert main([config]) == 0
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     evaluations = [log for log in history if "eval_loss" in log]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 
 from .data import LONG_SAMPLES
 from .linear_kl import BACKENDS
@@ -55,7 +56,9 @@ class ModelArguments:
     mask_token_id: int | None = option(None, "Id of the mask token, when the checkpoint's config does not say.")
     backbone_dtype: str = option("auto", f"Dtype of the frozen backbone, one of {', '.join(DTYPES)}.")
     attn_implementation: str | None = option(
-        None, "sdpa, eager or flex_attention; default: flex_attention on CUDA, else sdpa."
+        None,
+        "sdpa, eager or flex_attention; default: flex_attention on CUDA (with bf16 or fp16 from torch 2.11 on), else "
+        "sdpa.",
     )
 
     def __post_init__(self):
@@ -76,7 +79,9 @@ class DataArguments:
     train_data: str | None = option(
         None, "jsonl or parquet file, folder, or Hub data set with messages, prompt and completion, or text. Required."
     )
-    eval_data: str | None = option(None, "The same for held-out evaluation.")
+    eval_data: str | None = option(
+        None, "The same for held-out evaluation, every eval_steps steps (default: as many as save_steps)."
+    )
     data_config: str | None = option(None, "Configuration of the Hub data sets.")
     train_split: str = option("train", "Split to train on.")
     eval_split: str = option("train", "Split of eval_data to evaluate on.")
@@ -92,6 +97,11 @@ class DataArguments:
 
     def __post_init__(self):
         _one_of("long_samples", self.long_samples, LONG_SAMPLES)
+        if self.eval_data is not None and (self.eval_data, self.eval_split) == (self.train_data, self.train_split):
+            raise ValueError(
+                f"eval_data is {self.eval_data} and eval_split {self.eval_split!r}, what is trained on: name held-out "
+                "data or another split"
+            )
         _at_least("sequence_length", self.sequence_length, 1)
         _at_least("shuffle_buffer", self.shuffle_buffer, 0)
         _at_least("preprocessing_processes", self.preprocessing_processes, 1)
@@ -109,6 +119,9 @@ class MRPTrainingArguments(TrainingArguments):
     )
     num_train_epochs: float = option(1.0, "Passes over the data.")
     logging_steps: float = option(10, "Steps between log lines.")
+    per_device_eval_batch_size: int | None = option(
+        None, "Rows per device in an evaluation; default: per_device_train_batch_size."
+    )
     remove_unused_columns: bool = field(default=False, metadata={"help": SUPPRESS})  # the collator needs its columns
 
     muon_learning_rate: float | None = option(
@@ -137,8 +150,7 @@ class MRPTrainingArguments(TrainingArguments):
     head_metrics: bool = option(True, "Log KL with and without the head and agreement per depth at logging steps.")
 
     def __post_init__(self):
-        if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == "cosine_with_min_lr":
-            self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
+        self._fill_in()
         super().__post_init__()
         _above_zero("muon_learning_rate", self.muon_learning_rate)
         _at_least("unroll_steps", self.unroll_steps, 1)
@@ -164,6 +176,18 @@ class MRPTrainingArguments(TrainingArguments):
             _at_least("kl_chunk_rows", int(self.kl_chunk_rows), 1)
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns must be False: the collator needs columns the model does not take")
+
+    def _fill_in(self):
+        """The defaults that depend on other options."""
+        if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == "cosine_with_min_lr":
+            self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
+        if self.per_device_eval_batch_size is None:
+            self.per_device_eval_batch_size = self.per_device_train_batch_size
+        if self.gradient_checkpointing and self.gradient_checkpointing_kwargs is None:
+            # the other kind cannot be, where a layer runs K times in a step and DDP waits for its gradient
+            self.gradient_checkpointing_kwargs = {"use_reentrant": False}
+        if isinstance(self.reveal_counts, int):
+            self.reveal_counts = [self.reveal_counts]
 
     @property
     def noise_seed(self) -> int:
@@ -209,8 +233,10 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, MRP
         raise ValueError(f"unexpected {word!r} on the command line: options are given as --key value")
     if known.config is not None:
         parser.set_defaults(**read_config(known.config))
-    *parsed, _ = parser.parse_args_into_dataclasses(argv)
-    return tuple(parsed)
+    model_args, data_args, args, _ = parser.parse_args_into_dataclasses(argv)
+    if data_args.eval_data is not None and args.eval_strategy == "no":
+        args.eval_strategy, args.eval_steps = IntervalStrategy.STEPS, args.eval_steps or args.save_steps
+    return model_args, data_args, args
 
 
 def read_config(path) -> dict:

@@ -14,6 +14,9 @@ from .weight_files import backbone_hash, base_of, fetch, tensor_index
 HEAD_WEIGHTS = "mrp_head.safetensors"
 HEAD_CONFIG = "mrp_head_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# Of the model's config: what head and model must have in common.
+HEAD_KIND = ("num_mrp_layers", "mrp_residual")
+BLOCKS = ("block_size", "mask_token_id")
 
 
 def backbone_note(model) -> dict:
@@ -47,7 +50,7 @@ def save_head(model, folder, note: dict | None = None, write: bool = True) -> Pa
         raise ValueError("the model has no head to save (num_mrp_layers is 0)")
     folder = Path(folder)
     config = backbone_note(model) if note is None else dict(note)
-    for name in ("num_mrp_layers", "mrp_residual", "block_size", "trained_acceptance"):
+    for name in (*HEAD_KIND, *BLOCKS, "trained_acceptance"):
         config[name] = vars(model.config)[name]
     adapted = isinstance(model, PeftModel)
     state = {name: tensor for name, tensor in model.state_dict().items() if "mrp_head." in name}
@@ -106,7 +109,10 @@ def _load_adapter(model, folder: Path, config: dict, note: dict):
             f"the adapter in {folder} was trained over other layers than those of the model's head: load the "
             "checkpoint it was trained on as it was loaded then (head_init='backbone_layers' for a new head)"
         )
-    adapted = get_peft_model(bare, LoraConfig.from_pretrained(folder)) if merge else model
+    lora = LoraConfig.from_pretrained(folder)
+    if not merge:
+        _check_lora(model.peft_config[model.active_adapter], lora, folder)
+    adapted = get_peft_model(bare, lora) if merge else model
     try:
         expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         set_peft_model_state_dict(adapted, _read_tensors(folder / ADAPTER_WEIGHTS, expected))
@@ -117,17 +123,23 @@ def _load_adapter(model, folder: Path, config: dict, note: dict):
             bare.mrp_head.requires_grad_(True)
 
 
+def _check_lora(own: LoraConfig, stored: LoraConfig, folder: Path):
+    for name, option in (("r", "lora_rank"), ("lora_alpha", "lora_alpha")):
+        if vars(own)[name] != vars(stored)[name]:
+            raise ValueError(
+                f"the adapter in {folder} was trained with {option}={vars(stored)[name]} and the model's has "
+                f"{vars(own)[name]}: set {option} to {vars(stored)[name]}"
+            )
+
+
 def _check_base(model, folder: Path, config: dict, note: dict):
-    if model.config.num_mrp_layers != config["num_mrp_layers"]:
-        raise ValueError(
-            f"the head in {folder} has {config['num_mrp_layers']} layers and the model's has "
-            f"{model.config.num_mrp_layers}: build the model with num_mrp_layers={config['num_mrp_layers']}"
-        )
-    if model.config.mrp_residual != config["mrp_residual"]:
-        raise ValueError(
-            f"the head in {folder} was trained with mrp_residual={config['mrp_residual']} and the model has "
-            f"{model.config.mrp_residual}: build the model with mrp_residual={config['mrp_residual']}"
-        )
+    for name in (*HEAD_KIND, *BLOCKS):
+        own = vars(model.config)[name]
+        if own != config.get(name, own):
+            raise ValueError(
+                f"the head in {folder} was trained with {name}={config[name]} and the model has {own}: build the "
+                f"model with {name}={config[name]}"
+            )
     if note["base_hash"] != config["base_hash"]:
         raise ValueError(
             f"the head in {folder} was trained on {config['base_model']} (revision {config['base_revision']}), "

@@ -1,5 +1,7 @@
 """MRPTrainer: transformers' Trainer for the residual head alone, over a frozen backbone."""
 
+import json
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -9,19 +11,21 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import ProgressCallback, Trainer, TrainerCallback
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from .arguments import MRPTrainingArguments
 from .console import HeadProgress
 from .corruption import loss_weights, order_reveals, revealed_states
 from .data import MRPCollator, is_streamed, prepare_dataset
 from .decode_evaluation import acceptance_range, decode_figures, prompts_of
-from .head_files import backbone_note, load_head, save_head
+from .head_files import HEAD_CONFIG, HEAD_WEIGHTS, backbone_note, load_head, save_head
 from .head_metrics import HeadMetrics, measure_head
-from .linear_kl import linear_kl
+from .linear_kl import auto_chunk_rows, linear_kl
 from .muon import MuonWithAdamW
 from .objectives import chosen_position_loss, linear_log_prob, linear_total_variation, teacher_choice
 from .peft_head import without_peft
+from .resume import RUN_FILE, check_resumable, last_checkpoint, run_settings
 from .sharded import gathered, shard_optimizer_state, whole_state
 from .streams import EndlessStream
 
@@ -110,11 +114,22 @@ class MRPTrainer(Trainer):
             part.register_load_state_dict_pre_hook(shard_optimizer_state)
         return self.optimizer
 
-    def train(self, *args, **kwargs):
-        """As in transformers; then the model's config notes what held-out prompts accept (`trained_acceptance`)."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
+        """As in transformers; then the model's config notes what held-out prompts accept (`trained_acceptance`).
+
+        Args:
+            resume_from_checkpoint: a checkpoint, or True for the last complete one of `output_dir`.
+
+        Raises:
+            ValueError: a checkpoint that is incomplete, of another backbone, or of a run with other settings.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir) or True  # transformers names the folder
+        if isinstance(resume_from_checkpoint, str | Path):
+            check_resumable(resume_from_checkpoint, self._run_settings())
         model = self.accelerator.unwrap_model(self.model)
         model.config.trained_acceptance = None
-        output = super().train(*args, **kwargs)
+        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         prompts = self._held_out_prompts()
         if prompts:
             model.eval()
@@ -122,6 +137,16 @@ class MRPTrainer(Trainer):
             model.config.trained_acceptance = acceptance_range(model, prompts, drafts, new_tokens)
             model.train()
         return output
+
+    def _run_epoch(self, *args, **kwargs):
+        """Transformers counts after each step, and would take one more than all of a finished run."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def _run_settings(self) -> dict:
+        return run_settings(self.args, _rows_of(self.train_dataset))
 
     # --- the loss
 
@@ -137,33 +162,39 @@ class MRPTrainer(Trainer):
         Returns:
             The loss, a scalar with a gradient even where nothing is supervised.
         """
+        if num_items_in_batch is None:
+            num_items_in_batch, ranks = _floored(_normaliser_and_rows(inputs)), 1
+        else:
+            ranks = self.accelerator.num_processes  # they are averaged, and each holds its share of the sum
+        sums, out = self._loss_sums(model, inputs)
+        loss = (sums / num_items_in_batch.to(sums.device)).mean() * ranks
+        return (loss, out) if return_outputs else loss
+
+    def _loss_sums(self, model, inputs: dict):
+        """sum(loss * weight) of each of the K steps, [K], and the model's output."""
+        lm_head = self._lm_head()
         if self.args.reveal == "confident":
-            inputs = self._reveal_confident(inputs)
+            inputs = self._reveal_confident(inputs, lm_head)
         with self.accelerator.autocast():  # accelerate wraps the model in it, but not under FSDP2
             out = model(**{name: inputs[name] for name in MODEL_INPUTS}, logits_to_keep=NO_LOGITS, teacher=True)
-        lm_head = self._lm_head()
-        normaliser = _floored(_normaliser_and_rows(inputs)) if num_items_in_batch is None else num_items_in_batch
-        weight = inputs["loss_weight"] / normaliser.to(self.args.device)[:, None]  # [R, K, L]
+        weight = inputs["loss_weight"]  # [R, K, L]
         supervised = weight > 0
-        losses = self._losses(out, supervised, inputs)
-        loss = (losses * weight[supervised]).sum() / weight.shape[1]
+        losses = self._losses(out, supervised, inputs, lm_head) * weight[supervised]
         if self._wants_metrics():
             self._metrics += measure_head(
                 out.last_hidden_state,
                 out.corrected_hidden_states,
                 out.revealed_hidden_states,
                 lm_head,
-                inputs["loss_weight"],
+                weight,
                 inputs["block_ids"],
                 self.model.config.mask_token_id,
             )
-        if num_items_in_batch is not None:
-            loss = loss * self.accelerator.num_processes  # ranks are averaged, and each holds its share of the sum
-        return (loss, out) if return_outputs else loss
+        return losses.new_zeros(weight.shape[1]).index_add(0, supervised.nonzero()[:, 1], losses), out
 
-    def _losses(self, out, supervised: Tensor, inputs: dict) -> Tensor:
+    def _losses(self, out, supervised: Tensor, inputs: dict, lm_head: Tensor) -> Tensor:
         """The objective at each supervised position, [N]; `supervised` [R, K, L]."""
-        args, lm_head = self.args, self._lm_head()
+        args = self.args
         student, teacher = out.corrected_hidden_states[supervised], out.revealed_hidden_states[supervised]
         if args.divergence == "total_variation":
             losses = linear_total_variation(student, teacher, lm_head)
@@ -190,11 +221,20 @@ class MRPTrainer(Trainer):
         """The normaliser [K] of one optimizer step: all its batches, all ranks."""
         if not batch_samples:
             return None
+        self._leave_out_repeats(batch_samples[-1], _rows_of(self.train_dataset), self.args.train_batch_size)
         counts = sum(_normaliser_and_rows(batch) for batch in batch_samples).to(device)
         return _floored(self.accelerator.reduce(counts, reduction="sum"))
 
+    def _leave_out_repeats(self, batch: dict, rows: int | None, batch_size: int):
+        """Where the last batch of a pass over `rows` is not full, ranks fill it with rows that others have seen."""
+        over = (rows or 0) % (batch_size * self.args.world_size)
+        if over and self.args.world_size > 1 and self.accelerator.gradient_state.end_of_dataloader:
+            own = max(0, over - batch_size * self.args.process_index)
+            for name in ("reveal_step", "loss_weight", "normaliser"):
+                batch[name][own:] = 0
+
     @torch.no_grad()
-    def _reveal_confident(self, inputs: dict) -> dict:
+    def _reveal_confident(self, inputs: dict, lm_head: Tensor) -> dict:
         """Reveal as many tokens as the batch says, but those that the backbone is surest of on x_t."""
         model = self.accelerator.unwrap_model(self.model)
         masked = inputs["reveal_step"] > 0
@@ -204,9 +244,9 @@ class MRPTrainer(Trainer):
             segment_ids=inputs["segment_ids"],
             logits_to_keep=NO_LOGITS,
         ).last_hidden_state[masked]
-        lm_head, mask_token_id = self._lm_head(), model.config.mask_token_id
+        mask_token_id = model.config.mask_token_id
         scores = []
-        for rows in hidden.split(max(1, 2**24 // lm_head.shape[0])):
+        for rows in hidden.split(auto_chunk_rows(len(hidden), lm_head, torch.float32)):
             logits = (rows @ lm_head.T).float()
             logits[:, mask_token_id] = -torch.inf
             scores.append(logits.amax(-1) - logits.logsumexp(-1))
@@ -250,16 +290,25 @@ class MRPTrainer(Trainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss alone: no logits exist that could be returned."""
+        inputs = self._prepare_inputs(inputs)
+        self._leave_out_repeats(inputs, self._evaluated_rows, self.args.eval_batch_size)
+        counts = _normaliser_and_rows(inputs)
         with torch.no_grad():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
-        return loss.detach(), None, None
+            sums, _ = self._loss_sums(model, inputs)
+        self._evaluated += torch.cat([sums[None].to(counts), counts])
+        return (sums / _floored(counts)).mean(), None, None
 
-    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+    def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
         training_metrics, self._metrics = self._metrics, self._no_metrics()
         self._measure_always = True
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self._evaluated_rows = _rows_of(dataloader.dataset)
+        self._evaluated = torch.zeros(3, self.args.unroll_steps, device=self.args.device)
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         self._measure_always = False
-        figures = self._take_metrics() | self._decode_some()
+        # the mean over the whole set, however it was cut into batches
+        sums, *counts = self.accelerator.reduce(self._evaluated, reduction="sum")
+        loss = (sums / _floored(torch.stack(counts))).mean().item()
+        figures = {"loss": loss} | self._take_metrics() | self._decode_some()
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         self._metrics = training_metrics
         return output
@@ -311,6 +360,27 @@ class MRPTrainer(Trainer):
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
+    def _save_checkpoint(self, model, trial) -> None:
+        """The trainer's state is written last and vouches for the rest: see resume.py."""
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # of an earlier run
+            (folder / RUN_FILE).write_text(json.dumps(self._run_settings(), indent=2) + "\n", encoding="utf-8")
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # all ranks have written theirs before the trainer's state is
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Transformers takes along what it knows of; a head is not among it."""
+        if self.args.should_save:
+            for name in (HEAD_WEIGHTS, HEAD_CONFIG):
+                if (Path(checkpoint_folder) / name).is_file():
+                    shutil.copy(Path(checkpoint_folder) / name, self.args.output_dir)
+        super()._push_from_checkpoint(checkpoint_folder)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Whole tensors under FSDP2 too: the run may go on with any number of processes, sharded or not."""
         if not self.is_fsdp_enabled:
@@ -348,6 +418,11 @@ def _floored(counts: Tensor) -> Tensor:
     By chance a small batch may hold so many early reveals at a low p that its normaliser is near zero or below.
     """
     return counts.amax(0).clamp(min=1)
+
+
+def _rows_of(dataset) -> int | None:
+    """Length of a data set, None of a stream."""
+    return len(dataset) if has_length(dataset) else None
 
 
 def collator_for(model, args: MRPTrainingArguments, sequence_length: int | None = None) -> MRPCollator:
@@ -397,5 +472,5 @@ def _prepared(dataset, tokenizer, sequence_length: int | None):
     if isinstance(dataset, dict):
         return {name: _prepared(part, tokenizer, sequence_length) for name, part in dataset.items()}
     if isinstance(dataset, Dataset | IterableDataset):
-        return prepare_dataset(dataset, tokenizer, sequence_length=sequence_length or 1024)
+        return prepare_dataset(dataset, tokenizer, sequence_length=sequence_length)
     return dataset

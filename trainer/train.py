@@ -1,25 +1,28 @@
 """`mrp train`: from one YAML to a trained head. On several devices: `torchrun ... -m trainer.train CONFIG.yaml`."""
 
+import logging
 import signal
 import sys
 import threading
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, TrainerCallback, set_seed
-from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import logging
+import torch.distributed as dist
+from transformers import TrainerCallback, set_seed
+from transformers.utils import logging as transformers_logging
 
 from modeling_mrp import MRPForDiffusionLM
 
 from .arguments import DataArguments, ModelArguments, MRPTrainingArguments, parse_arguments
 from .data import is_streamed, load_source, prepare_dataset
 from .head_files import load_head
+from .loading import default_attention, load_tokenizer
 from .memory import advice, estimate_memory, free_memory
 from .mrp_trainer import MRPTrainer
 from .peft_head import apply_backbone_adapter, is_fresh, lora_head, without_peft
+from .resume import last_checkpoint
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger("trainer.train")  # not by __name__: torchrun calls it __main__
 
 
 def main(argv: list[str]) -> int:
@@ -31,7 +34,8 @@ def main(argv: list[str]) -> int:
         ValueError: for an option that is unknown, missing or out of range, or data that do not fit.
     """
     model_args, data_args, args = parse_arguments(argv)
-    logging.set_verbosity_info()
+    transformers_logging.set_verbosity_info()
+    show_log_lines(logging.INFO if args.process_index == 0 else logging.WARNING)
     trainer = build_trainer(model_args, data_args, args)
     report_memory(trainer, data_args.sequence_length)
     interrupt = SaveOnInterrupt()
@@ -42,6 +46,13 @@ def main(argv: list[str]) -> int:
     return 130 if interrupt.requested.is_set() else 0
 
 
+def show_log_lines(level: int):
+    """Print what this package logs: what became of the data, memory, checkpoints passed over."""
+    ours = logging.getLogger("trainer")
+    ours.setLevel(level)
+    ours.handlers = [logging.StreamHandler()]
+
+
 def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: MRPTrainingArguments) -> MRPTrainer:
     """Model, tokenizer, data and trainer as the options say."""
     for name, value in (("base_model", model_args.base_model), ("train_data", data_args.train_data)):
@@ -50,8 +61,11 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: MR
     if data_args.streaming and args.max_steps <= 0:
         raise ValueError("streaming needs max_steps: nobody knows how long a stream is")
     set_seed(args.seed)  # a fresh head is the same on every rank and in every run
-    model = load_model(model_args)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.base_model, revision=model_args.base_revision)
+    model = load_model(model_args, default_attention(args.device, args.bf16 or args.fp16))
+    if model.config._attn_implementation == "flex_attention":
+        # it is compiled anew for about a dozen kinds of shapes, and past the usual limit keeps every score in memory
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    tokenizer = load_tokenizer(model_args.base_model, model.config, revision=model_args.base_revision)
     with args.main_process_first(desc="tokenize"):
         train = load_rows(data_args.train_data, data_args.train_split, data_args, tokenizer, data_args.streaming)
         evaluation = data_args.eval_data and load_rows(data_args.eval_data, data_args.eval_split, data_args, tokenizer)
@@ -65,13 +79,13 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: MR
         train_dataset=train,
         eval_dataset=evaluation or None,
         processing_class=tokenizer,
-        sequence_length=data_args.sequence_length if data_args.packing else None,
+        # of one length: where a stream feeds several processes, their batches are put together
+        sequence_length=data_args.sequence_length if data_args.packing or data_args.streaming else None,
     )
 
 
-def load_model(model_args: ModelArguments) -> MRPForDiffusionLM:
-    """The backbone with its own, a fresh, or a given head."""
-    attention = model_args.attn_implementation or ("flex_attention" if torch.cuda.is_available() else "sdpa")
+def load_model(model_args: ModelArguments, attention: str) -> MRPForDiffusionLM:
+    """The backbone with its own, a fresh, or a given head; `attention` where the options name none."""
     model = MRPForDiffusionLM.from_backbone(
         model_args.base_model,
         num_mrp_layers=model_args.num_mrp_layers,
@@ -81,7 +95,7 @@ def load_model(model_args: ModelArguments) -> MRPForDiffusionLM:
         mrp_residual=model_args.mrp_residual,
         revision=model_args.base_revision,
         dtype=model_args.backbone_dtype,
-        attn_implementation=attention,
+        attn_implementation=model_args.attn_implementation or attention,
     )
     if model_args.base_adapter is not None:
         apply_backbone_adapter(model, model_args.base_adapter)
@@ -107,12 +121,12 @@ def load_rows(source: str, split: str, data_args: DataArguments, tokenizer, stre
 
 
 def checkpoint_to_resume(args: MRPTrainingArguments) -> str | None:
-    """The checkpoint folder that `resume_from_checkpoint` names; "auto" and "true" mean the last one, if any."""
+    """The checkpoint folder that `resume_from_checkpoint` names; "auto" and "true" mean the last complete one."""
     wanted = args.resume_from_checkpoint
     if wanted is None or str(wanted).lower() == "false":
         return None
     if str(wanted).lower() in ("auto", "true"):
-        return get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+        return last_checkpoint(args.output_dir)
     if not Path(wanted).is_dir():
         raise ValueError(f"resume_from_checkpoint: {wanted} is no folder (or use auto for the last checkpoint)")
     return str(wanted)
@@ -123,7 +137,7 @@ def report_memory(trainer: MRPTrainer, sequence_length: int):
     args = trainer.args
     estimate = estimate_memory(
         without_peft(trainer.model),
-        args.per_device_train_batch_size,
+        max(args.per_device_train_batch_size, args.per_device_eval_batch_size if trainer.eval_dataset else 0),
         sequence_length,
         args.unroll_steps,
         bool(args.gradient_checkpointing),
@@ -150,7 +164,11 @@ class SaveOnInterrupt(TrainerCallback):
             self.usual = {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.requested.is_set():
+        requested = torch.tensor(int(self.requested.is_set()), device=args.device)
+        if args.world_size > 1:  # a signal may reach one process alone, or this step of one and the next of another
+            dist.all_reduce(requested, dist.ReduceOp.MAX)
+        if requested:
+            self.requested.set()
             control.should_save = True
             control.should_training_stop = True
 
