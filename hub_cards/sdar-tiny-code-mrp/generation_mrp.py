@@ -1,5 +1,6 @@
 """`generate` for block diffusion: transformers' own preparation around our decoding loop."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -223,7 +224,7 @@ class MRPGenerationMixin(GenerationMixin):
             with_scores=bool(generation_config.output_scores and generation_config.return_dict_in_generate),
         )
         progress = Progress(ids, max_new_tokens, pad, stopping_criteria, streamer, sampler.with_scores)
-        with torch.no_grad():
+        with torch.no_grad(), _in_eval_mode(self):
             Decoder(self, state, options, sampler, pad).run(progress)
         if streamer is not None:
             streamer.end()
@@ -243,6 +244,18 @@ class MRPGenerationMixin(GenerationMixin):
     def _noise_keys(prompts, lengths):
         index = torch.arange(prompts.shape[1], device=prompts.device)
         return row_keys(prompts, index < lengths[:, None])
+
+
+@contextmanager
+def _in_eval_mode(model):
+    """No dropout in a draft, and no gradient checkpointing, which would take the cache from the head."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _split_processors(processors):
