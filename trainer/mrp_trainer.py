@@ -190,7 +190,8 @@ class MRPTrainer(Trainer):
                 inputs["block_ids"],
                 self.model.config.mask_token_id,
             )
-        return losses.new_zeros(weight.shape[1]).index_add(0, supervised.nonzero()[:, 1], losses), out
+        # not by index_add, whose order of adding is another every time on a GPU
+        return torch.zeros_like(weight).masked_scatter(supervised, losses.to(weight.dtype)).sum((0, 2)), out
 
     def _losses(self, out, supervised: Tensor, inputs: dict, lm_head: Tensor) -> Tensor:
         """The objective at each supervised position, [N]; `supervised` [R, K, L]."""
