@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers.trainer_utils import get_last_checkpoint
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from trainer import MRPTrainer, MRPTrainingArguments
@@ -24,6 +23,7 @@ from trainer.decode_evaluation import acceptance_range
 from trainer.demo import Row, run_demo
 from trainer.head_files import load_head, save_head
 from trainer.modes import mode_options
+from trainer.resume import last_checkpoint
 from trainer.trajectories import packed, trajectories
 from trainer.weight_files import backbone_hash
 
@@ -142,8 +142,7 @@ def train_or_load(model, make_rows: Callable[[], Dataset], arguments: MRPTrainin
         load_head(model, finished)
         return
     trainer = MRPTrainer(model, arguments, train_dataset=make_rows())
-    interrupted = Path(arguments.output_dir).is_dir() and get_last_checkpoint(arguments.output_dir)
-    trainer.train(resume_from_checkpoint=interrupted or None)
+    trainer.train(resume_from_checkpoint=last_checkpoint(arguments.output_dir))
     save_head(model.eval(), finished)
 
 

@@ -1,6 +1,5 @@
 """Tiny models for the tests: random weights, float32, one thread."""
 
-import json
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test looks anything up
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from train_runs import write_data
 
 torch.set_num_threads(1)
 
@@ -102,7 +102,7 @@ def project(tiny_model, word_tokenizer, tmp_path):
     records = [
         {"prompt": f"what is {a} plus {b} ?", "completion": f"so {b} and {a} . {a}"} for a in NUMBERS for b in NUMBERS
     ]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_data(tmp_path / "data.jsonl", records)
 
     def write(name="run", **options):
         values = {

@@ -1,28 +1,24 @@
 """The accelerate configs beside the recipes: accelerate reads them, and a run on two processes works with them."""
 
-import json
-import os
 import re
 import socket
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
-from safetensors.torch import load_file
+from conftest import NUMBERS
+from train_runs import ENVIRONMENT, ROOT, head, logs, write_data
 
 from modeling_mrp import MRPForDiffusionLM
 from trainer.head_files import load_head
 from trainer.train import main
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "hub_cards" / "recipes"
 EXPECTED = {"accelerate-ddp": DistributedType.MULTI_GPU, "accelerate-fsdp2": DistributedType.FSDP}
 
@@ -49,36 +45,17 @@ def test_fsdp2_config_reaches_the_processes(tiny_model):
 
 
 @pytest.fixture
-def config(tiny_model, word_tokenizer, tmp_path):
-    """A function that writes the YAML of a run over a tiny backbone: `config(name, **options)`."""
+def config(project, tiny_model, word_tokenizer, tmp_path):
+    """A function that writes the YAML of a run over a tiny backbone and four rows: `config(name, **options)`."""
+    data = tmp_path / "four.jsonl"
+    write_data(data, [{"prompt": "what is one", "completion": f"so {word} plus two"} for word in NUMBERS[:4]])
 
     def write(name: str, backbone_seed: int = 0, **options) -> str:
         base = tmp_path / f"base-{backbone_seed}"
         tiny_model(seed=backbone_seed, num_mrp_layers=0).save_pretrained(base)
         word_tokenizer.save_pretrained(base)
-        records = [
-            {"prompt": "what is one", "completion": f"so {word} plus two"} for word in ("one", "two", "three", "four")
-        ]
-        data = tmp_path / "data.jsonl"
-        data.write_text("".join(json.dumps(record) + "\n" for record in records))
-        values = {
-            "base_model": str(base),
-            "num_mrp_layers": 1,
-            "train_data": str(data),
-            "output_dir": str(tmp_path / name),
-            "sequence_length": 16,
-            "packing": False,
-            "max_steps": 2,
-            "learning_rate": 0.1,
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "unroll_steps": 2,
-            "use_cpu": True,
-            "disable_tqdm": True,
-        }
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(values | options))
-        return str(path)
+        values = {"base_model": str(base), "train_data": str(data), "max_steps": 2, "learning_rate": 0.1}
+        return project(name, **values | {"save_strategy": "no"} | options)
 
     return write
 
@@ -89,17 +66,7 @@ def launch_two(accelerate_config: str, *script_and_arguments: str) -> subprocess
         port = free.getsockname()[1]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / accelerate_config)]
     launcher += ["--num_processes", "2", "--main_process_port", str(port), *script_and_arguments]
-    offline = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    environment = {**os.environ, **offline, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(launcher, env=environment, capture_output=True, text=True)
-
-
-def head(folder):
-    return load_file(folder / "mrp_head.safetensors")
-
-
-def logs(folder):
-    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return subprocess.run(launcher, env=ENVIRONMENT, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -137,8 +104,8 @@ def test_fsdp2_config_trains_the_head_of_one_process_and_resumes_it(config, tmp_
     """
     held_out, uneven = tmp_path / "held-out.jsonl", tmp_path / "uneven.jsonl"
     samples = [{"prompt": "what is", "completion": "so one plus two " * (1 if n % 4 else 7)} for n in range(32)]
-    uneven.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    held_out.write_text("".join(json.dumps(sample) + "\n" for sample in samples[1:5]))
+    write_data(uneven, samples)
+    write_data(held_out, samples[1:5])
     shared = {
         "adam": FOUR_STEPS | EVALUATION | {"eval_data": str(held_out)},
         "muon": FOUR_STEPS | {"muon_learning_rate": 0.02},

@@ -6,7 +6,8 @@ import torch
 from datasets import Dataset
 
 from trainer.chats import chat_samples
-from trainer.data import MRPCollator, load_source, pack, prepare_dataset
+from trainer.collator import MRPCollator
+from trainer.data import load_source, pack, prepare_dataset
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} [EOS] {% endfor %}"

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.options import DecodingOptions
 from trainer.cli import main
-from trainer.data import MRPCollator
+from trainer.collator import MRPCollator
 from trainer.evaluation import RevealTrace, Settings, decode_batch, evaluate, load_rows, prompt_ids
 from trainer.frontier import area_under_parallelism, pareto_front
 from trainer.head_files import save_head

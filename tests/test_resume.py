@@ -1,43 +1,16 @@
 """Runs that are killed, finished, changed or interrupted, and what they go on from."""
 
-import json
-import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from local_hub import LocalHub
+from train_runs import ENVIRONMENT, ON_TWO, TRAIN, head, logs, run, same
 
-from tests.local_hub import LocalHub
 from trainer.resume import last_checkpoint
 from trainer.train import main
-
-ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "PYTHONPATH": str(ROOT),
-}
-TRAIN = [sys.executable, "-m", "trainer.train"]
-TWO_PROCESSES = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-
-
-def head(folder):
-    return load_file(Path(folder) / "mrp_head.safetensors")
-
-
-def same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-def logs(folder):
-    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
 
 
 def checkpoints(folder):
@@ -148,9 +121,7 @@ def test_memory_and_rows_are_shown_before_the_first_step(project, capsys):
 def test_every_save_pushes_the_head(project, tmp_path):
     with LocalHub() as hub:
         config = project(max_steps=2, save_steps=1, push_to_hub=True, hub_model_id="me/head", hub_always_push=True)
-        environment = ENVIRONMENT | hub.environment(tmp_path / "cache")
-        done = subprocess.run([*TRAIN, config], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        run(*TRAIN, config, **hub.environment(tmp_path / "cache"))
     pushed = [commit.files.get("mrp_head.safetensors") for commit in hub.repositories["me/head"][1:]]
     steps = [(tmp_path / "run" / f"checkpoint-{step}" / "mrp_head.safetensors").read_bytes() for step in (1, 2)]
     assert len(pushed) > 2
@@ -161,9 +132,7 @@ def test_every_save_pushes_the_head(project, tmp_path):
 @pytest.mark.slow
 def test_signal_to_one_of_two_processes_stops_both_with_one_checkpoint(project, tmp_path):
     config = project(max_steps=100_000, save_steps=50_000, logging_steps=1, use_cpu=True, ddp_backend="gloo")
-    process = subprocess.Popen(
-        [*TWO_PROCESSES, "-m", "trainer.train", config], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([*ON_TWO, config], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     while "loss" not in process.stdout.readline():
         assert process.poll() is None
     workers = psutil.Process(process.pid).children()
@@ -177,15 +146,17 @@ def test_signal_to_one_of_two_processes_stops_both_with_one_checkpoint(project, 
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one_where_the_last_batch_is_not_full(project, tmp_path):
-    """17 rows for training and 5 for evaluation in batches of 4: both passes end with rows that only fill."""
+@pytest.mark.parametrize("drop", [False, True])
+def test_two_processes_equal_one_where_the_last_batch_is_not_full(project, tmp_path, drop):
+    """17 rows for training and 5 for evaluation in batches of 4: both passes end with rows that only fill, or none."""
     lines = (tmp_path / "data.jsonl").read_text().splitlines(True)
     (tmp_path / "train.jsonl").write_text("".join(lines[:17]))
     (tmp_path / "held-out.jsonl").write_text("".join(lines[17:22]))
     common = {
         "train_data": str(tmp_path / "train.jsonl"),
         "eval_data": str(tmp_path / "held-out.jsonl"),
-        "eval_steps": 5,
+        "dataloader_drop_last": drop,
+        "eval_steps": 4,
         "decode_new_tokens": 4,
         "optim": "sgd",
         "learning_rate": 0.1,
@@ -196,10 +167,7 @@ def test_two_processes_equal_one_where_the_last_batch_is_not_full(project, tmp_p
     }
     main([project("one", **common)])
     config = project("two", per_device_train_batch_size=2, ddp_backend="gloo", **common)
-    done = subprocess.run(
-        [*TWO_PROCESSES, "-m", "trainer.train", config], env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run(*ON_TWO, config)
     one, two = head(tmp_path / "one"), head(tmp_path / "two")
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from trainer.data import NUMBER_BITS, MRPCollator, prepare_dataset
+from trainer.collator import MRPCollator
+from trainer.data import NUMBER_BITS, prepare_dataset
 from trainer.streams import EndlessStream
 
 

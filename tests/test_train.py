@@ -1,59 +1,25 @@
 """`mrp train` end to end, in processes of its own where a user would have them."""
 
-import json
-import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from train_runs import ENVIRONMENT, ON_TWO, ROOT, TRAIN, head, logs, losses, run, same, write_data
 
 from trainer.arguments import MRPTrainingArguments, parse_arguments
 from trainer.train import build_trainer, checkpoint_to_resume, main
 
-RECIPES = Path(__file__).parents[1] / "hub_cards" / "recipes"
+RECIPES = ROOT / "hub_cards" / "recipes"
 WORDS = ["one", "two", "three", "four", "five"]
-
-
-def write_data(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-ENVIRONMENT = {**os.environ, **OFFLINE, "PYTHONPATH": str(Path(__file__).parents[1])}
-
-
-def run(*command):
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-TRAIN = [sys.executable, "-m", "trainer.train"]
-
-
-def head(folder):
-    return load_file(folder / "mrp_head.safetensors")
-
-
-def same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-def losses(folder):
-    state = json.loads((folder / "trainer_state.json").read_text())
-    return {log["step"]: log["loss"] for log in state["log_history"] if "loss" in log}
 
 
 def test_config_gives_a_head_that_loads_onto_its_backbone(project, tmp_path):
     write_data(tmp_path / "held-out.jsonl", [{"prompt": "what is one", "completion": "so one . two"}] * 6)
     config = project(eval_data=str(tmp_path / "held-out.jsonl"), eval_steps=3, decode_new_tokens=8)
     assert main([config]) == 0
-    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
-    evaluations = [log for log in history if "eval_loss" in log]
+    evaluations = [log for log in logs(tmp_path / "run") if "eval_loss" in log]
     assert [log["step"] for log in evaluations] == [3, 6]
     for log in evaluations:
         assert log["eval_tokens_per_forward"] > 0
@@ -160,8 +126,7 @@ def test_two_processes_equal_one_with_twice_the_batch(project, tmp_path, accumul
     }
     run(*TRAIN, project("one", per_device_train_batch_size=2, **common))
     config = project("two", per_device_train_batch_size=1, ddp_backend="gloo", **common)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run(*launcher, "-m", "trainer.train", config)
+    run(*ON_TWO, config)
     one, two = head(tmp_path / "one"), head(tmp_path / "two")
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6)

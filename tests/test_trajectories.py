@@ -6,7 +6,7 @@ from datasets import Dataset, load_dataset
 
 from trainer import MRPTrainer, MRPTrainingArguments
 from trainer.cli import main
-from trainer.data import MRPCollator
+from trainer.collator import MRPCollator
 from trainer.trajectories import packed, trajectories, with_room
 
 PROMPTS = [[9, 8, 7], list(range(10, 19)), [5] * 8]

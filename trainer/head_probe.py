@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from .data import MRPCollator
+from .collator import MRPCollator
 from .evaluation import Settings, decode_batch, prompt_ids, write_json
 from .frontier import accuracy_weight
 from .head_metrics import HeadMetrics, measure_head

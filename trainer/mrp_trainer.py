@@ -1,7 +1,5 @@
 """MRPTrainer: transformers' Trainer for the residual head alone, over a frozen backbone."""
 
-import json
-import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,30 +8,30 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import ProgressCallback, Trainer, TrainerCallback
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+from transformers import ProgressCallback, TrainerCallback
 
 from .arguments import MRPTrainingArguments
+from .collator import MRPCollator
 from .console import HeadProgress
 from .corruption import loss_weights, order_reveals, revealed_states
-from .data import MRPCollator, is_streamed, prepare_dataset
+from .data import is_streamed, length_of, prepare_dataset
 from .decode_evaluation import acceptance_range, decode_figures, prompts_of
-from .head_files import HEAD_CONFIG, HEAD_WEIGHTS, backbone_note, load_head, save_head
+from .head_checkpoints import HeadCheckpoints
+from .head_files import backbone_note
 from .head_metrics import HeadMetrics, measure_head
 from .linear_kl import auto_chunk_rows, linear_kl
 from .muon import MuonWithAdamW
 from .objectives import chosen_position_loss, linear_log_prob, linear_total_variation, teacher_choice
 from .peft_head import without_peft
-from .resume import RUN_FILE, check_resumable, last_checkpoint, run_settings
-from .sharded import gathered, shard_optimizer_state, whole_state
+from .resume import check_resumable, last_checkpoint, run_settings
+from .sharded import gathered, shard_optimizer_state
 from .streams import EndlessStream
 
 MODEL_INPUTS = ("input_ids", "revealed_ids", "clean_ids", "segment_ids")
 NO_LOGITS = torch.empty(0, dtype=torch.long)
 
 
-class MRPTrainer(Trainer):
+class MRPTrainer(HeadCheckpoints):
     """Trains `model.mrp_head` so that h_A + h_C gives the logits the backbone has after the reveal.
 
     Args:
@@ -126,7 +124,7 @@ class MRPTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir) or True  # transformers names the folder
         if isinstance(resume_from_checkpoint, str | Path):
-            check_resumable(resume_from_checkpoint, self._run_settings())
+            check_resumable(resume_from_checkpoint, run_settings(self.args, length_of(self.train_dataset)))
         model = self.accelerator.unwrap_model(self.model)
         model.config.trained_acceptance = None
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -144,9 +142,6 @@ class MRPTrainer(Trainer):
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)
-
-    def _run_settings(self) -> dict:
-        return run_settings(self.args, _rows_of(self.train_dataset))
 
     # --- the loss
 
@@ -222,13 +217,13 @@ class MRPTrainer(Trainer):
         """The normaliser [K] of one optimizer step: all its batches, all ranks."""
         if not batch_samples:
             return None
-        self._leave_out_repeats(batch_samples[-1], _rows_of(self.train_dataset), self.args.train_batch_size)
+        self._leave_out_repeats(batch_samples[-1], length_of(self.train_dataset), self.args.train_batch_size)
         counts = sum(_normaliser_and_rows(batch) for batch in batch_samples).to(device)
         return _floored(self.accelerator.reduce(counts, reduction="sum"))
 
     def _leave_out_repeats(self, batch: dict, rows: int | None, batch_size: int):
         """Where the last batch of a pass over `rows` is not full, ranks fill it with rows that others have seen."""
-        over = (rows or 0) % (batch_size * self.args.world_size)
+        over = 0 if rows is None or self.args.dataloader_drop_last else rows % (batch_size * self.args.world_size)
         if over and self.args.world_size > 1 and self.accelerator.gradient_state.end_of_dataloader:
             own = max(0, over - batch_size * self.args.process_index)
             for name in ("reveal_step", "loss_weight", "normaliser"):
@@ -302,7 +297,7 @@ class MRPTrainer(Trainer):
     def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
         training_metrics, self._metrics = self._metrics, self._no_metrics()
         self._measure_always = True
-        self._evaluated_rows = _rows_of(dataloader.dataset)
+        self._evaluated_rows = length_of(dataloader.dataset)
         self._evaluated = torch.zeros(3, self.args.unroll_steps, device=self.args.device)
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         self._measure_always = False
@@ -340,63 +335,6 @@ class MRPTrainer(Trainer):
         finally:
             self.data_collator = usual
 
-    # --- checkpoints: the head alone
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the head, without a look at the backbone: it may be sharded. Every rank must call this."""
-        self._save(output_dir)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        folder = self.args.output_dir if output_dir is None else output_dir
-        save_head(self.accelerator.unwrap_model(self.model), folder, self._note, write=self.args.should_save)
-        if self.args.should_save and self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        model = self.accelerator.unwrap_model(self.model if model is None else model)
-        load_head(model, resume_from_checkpoint, self._note)
-
-    def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-    def _save_checkpoint(self, model, trial) -> None:
-        """The trainer's state is written last and vouches for the rest: see resume.py."""
-        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # of an earlier run
-            (folder / RUN_FILE).write_text(json.dumps(self._run_settings(), indent=2) + "\n", encoding="utf-8")
-        super()._save_checkpoint(model, trial)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self.accelerator.wait_for_everyone()  # all ranks have written theirs before the trainer's state is
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Transformers takes along what it knows of; a head is not among it."""
-        if self.args.should_save:
-            for name in (HEAD_WEIGHTS, HEAD_CONFIG):
-                if (Path(checkpoint_folder) / name).is_file():
-                    shutil.copy(Path(checkpoint_folder) / name, self.args.output_dir)
-        super()._push_from_checkpoint(checkpoint_folder)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Whole tensors under FSDP2 too: the run may go on with any number of processes, sharded or not."""
-        if not self.is_fsdp_enabled:
-            return super()._save_optimizer_and_scheduler(output_dir)
-        state = whole_state(self.optimizer.state_dict(), keep=self.args.should_save)
-        if self.args.should_save:
-            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self.is_fsdp_enabled:
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        for part, name in ((self.optimizer, OPTIMIZER_NAME), (self.lr_scheduler, SCHEDULER_NAME)):
-            part.load_state_dict(torch.load(Path(checkpoint) / name, map_location="cpu", weights_only=True))
-
 
 class _EpochOfNoise(TrainerCallback):
     """Tells the collator which epoch it is."""
@@ -419,11 +357,6 @@ def _floored(counts: Tensor) -> Tensor:
     By chance a small batch may hold so many early reveals at a low p that its normaliser is near zero or below.
     """
     return counts.amax(0).clamp(min=1)
-
-
-def _rows_of(dataset) -> int | None:
-    """Length of a data set, None of a stream."""
-    return len(dataset) if has_length(dataset) else None
 
 
 def collator_for(model, args: MRPTrainingArguments, sequence_length: int | None = None) -> MRPCollator:

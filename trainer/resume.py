@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import logging
 
 from .head_files import ADAPTER_WEIGHTS, HEAD_CONFIG, HEAD_WEIGHTS
@@ -16,13 +16,10 @@ RUN_FILE = "mrp_run.json"
 
 def last_checkpoint(folder) -> str | None:
     """The newest checkpoint in a folder that holds everything; newer ones that a kill cut short are named."""
-    checkpoints = {
-        int(path.name.rsplit("-")[-1]): path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*")
-    }
-    for _, path in sorted(checkpoints.items(), reverse=True):
+    for path in reversed(sort_checkpoints(folder)):
         missing = missing_files(path)
         if not missing:
-            return str(path)
+            return path
         logger.warning("%s is incomplete and passed over: it lacks %s", path, ", ".join(missing))
     return None
 
@@ -30,7 +27,7 @@ def last_checkpoint(folder) -> str | None:
 def missing_files(checkpoint) -> list[str]:
     """What a checkpoint lacks to be resumed. The trainer's state is written last: it vouches for the others."""
     folder = Path(checkpoint)
-    weights = HEAD_WEIGHTS if not (folder / ADAPTER_WEIGHTS).exists() else ADAPTER_WEIGHTS
+    weights = ADAPTER_WEIGHTS if (folder / ADAPTER_WEIGHTS).exists() else HEAD_WEIGHTS
     needed = (weights, HEAD_CONFIG, RUN_FILE, OPTIMIZER_NAME, SCHEDULER_NAME)
     missing = [name for name in needed if not (folder / name).is_file()]
     if not any(folder.glob("rng_state*.pth")):

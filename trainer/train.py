@@ -164,11 +164,12 @@ class SaveOnInterrupt(TrainerCallback):
             self.usual = {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
     def on_step_end(self, args, state, control, **kwargs):
-        requested = torch.tensor(int(self.requested.is_set()), device=args.device)
         if args.world_size > 1:  # a signal may reach one process alone, or this step of one and the next of another
+            requested = torch.tensor(int(self.requested.is_set()), device=args.device)
             dist.all_reduce(requested, dist.ReduceOp.MAX)
-        if requested:
-            self.requested.set()
+            if requested:
+                self.requested.set()
+        if self.requested.is_set():
             control.should_save = True
             control.should_training_stop = True
 
