@@ -63,7 +63,7 @@ def check_resumable(checkpoint, settings: dict) -> None:
         ValueError: naming what is missing, or what has changed from what to what.
     """
     missing = missing_files(checkpoint)
-    remedy = f"resume from another checkpoint, or start anew from its head with head: {checkpoint}"
+    remedy = f"resume from another checkpoint, or start in another output_dir from its head, head: {checkpoint}"
     if missing:
         raise ValueError(f"resume_from_checkpoint: {checkpoint} lacks {', '.join(missing)}: {remedy}")
     stored = json.loads((Path(checkpoint) / RUN_FILE).read_text(encoding="utf-8"))

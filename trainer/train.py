@@ -34,9 +34,9 @@ def main(argv: list[str]) -> int:
         ValueError: for an option that is unknown, missing or out of range, or data that do not fit.
     """
     model_args, data_args, args = parse_arguments(argv)
-    transformers_logging.set_verbosity_info()
     show_log_lines(logging.INFO if args.process_index == 0 else logging.WARNING)
     trainer = build_trainer(model_args, data_args, args)
+    transformers_logging.set_verbosity_info()  # not before: it would print every config that is loaded
     report_memory(trainer, data_args.sequence_length)
     interrupt = SaveOnInterrupt()
     trainer.add_callback(interrupt)
