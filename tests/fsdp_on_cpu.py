@@ -5,7 +5,7 @@ import sys
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-from trainer.train import main
+from trainer.train import train
 
 prepare = PartialState.__init__
 
@@ -20,4 +20,5 @@ def as_on_gpus(self, *args, **kwargs):
 if __name__ == "__main__":
     PartialState.__init__ = as_on_gpus
     for config in sys.argv[1:]:
-        main([config])
+        train([config])
+    PartialState().destroy_process_group()

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -132,6 +133,16 @@ def test_two_processes_equal_one_with_twice_the_batch(project, tmp_path, accumul
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     assert max(losses(tmp_path / "one").values()) > 0
+
+
+def test_processes_part_before_they_end(project):
+    """Else gloo may abort one after all is done and saved: its threads outlive the interpreter."""
+    code = (
+        "import sys, torch.distributed as dist; from trainer.train import main\n"
+        "main(sys.argv[1:]); assert not dist.is_initialized()"
+    )
+    config = project(max_steps=1, ddp_backend="gloo")
+    run(*ON_TWO[:-2], "--no-python", sys.executable, "-c", code, config)
 
 
 @pytest.mark.parametrize(

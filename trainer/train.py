@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from transformers import TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
@@ -26,6 +27,13 @@ logger = logging.getLogger("trainer.train")  # not by __name__: torchrun calls i
 
 
 def main(argv: list[str]) -> int:
+    """`train`, and the end of what the processes had in common: threads of gloo abort one that ends before them."""
+    status = train(argv)
+    PartialState().destroy_process_group()
+    return status
+
+
+def train(argv: list[str]) -> int:
     """Train a head as `argv` (`CONFIG.yaml [--key value ...]`) says; returns the exit status.
 
     `output_dir` then holds the head alone, with a note of the backbone it belongs to.
