@@ -4,28 +4,44 @@ import torch
 from transformers.cache_utils import Cache
 
 
-class ContextCache(Cache):
-    """Records the first forward; every later one sees it in front of its own tokens, and is not recorded.
+class ContextRecorder(Cache):
+    """Keeps the keys and values of the last `length` tokens of one forward, layer by layer."""
 
-    The clean stream runs first, with rows R. The noisy streams follow as rows R * S, each behind the keys and values
-    of its row, so that S streams cost S times [L x 2L] of attention instead of one square over all of them.
-    """
-
-    def __init__(self):
+    def __init__(self, length: int):
         super().__init__(layers=[])
-        self._context: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.length = length
+        self.recorded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Keys and values [R, heads, L, d] of a layer, or [R * S, heads, 2L, d] once there is a context."""
-        if layer_idx not in self._context:
-            self._context[layer_idx] = (key_states, value_states)
-            return key_states, value_states
-        streams = len(key_states) // len(self._context[layer_idx][0])
+        """Keys and values [R, heads, L, d] of a layer, as they are."""
+        context = key_states[:, :, -self.length :], value_states[:, :, -self.length :]
+        self.recorded.setdefault(layer_idx, context)  # gradient checkpointing comes by twice
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """What the forward finds in front of its own tokens: nothing."""
+        return 0
+
+
+class Context(Cache):
+    """Shows what was recorded with rows R to noisy streams with rows R * S, in front of their own tokens.
+
+    So S streams cost S times [L x 2L] of attention instead of one square over all of them.
+    """
+
+    def __init__(self, recorder: ContextRecorder):
+        super().__init__(layers=[])
+        self.recorded, self.length = recorder.recorded, recorder.length
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Keys and values [R * S, heads, length + L, d] of a layer; nothing of the streams is kept."""
+        recorded = self.recorded[layer_idx]
+        streams = len(key_states) // len(recorded[0])
         return tuple(
             torch.cat([context.repeat_interleave(streams, dim=0), own], dim=2)
-            for context, own in zip(self._context[layer_idx], (key_states, value_states), strict=True)
+            for context, own in zip(recorded, (key_states, value_states), strict=True)
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Length of the recorded stream, 0 before it ran."""
-        return self._context[layer_idx][0].shape[2] if layer_idx in self._context else 0
+        """Number of recorded tokens."""
+        return self.length

@@ -19,7 +19,7 @@ from .block_cache import BlockCache  # noqa: F401  (every sibling: some versions
 from .block_state import BlockState  # noqa: F401
 from .checkpoints import HEAD_PREFIX, read_checkpoint
 from .configuration_mrp import MRPConfig
-from .context_cache import ContextCache
+from .context_cache import Context, ContextRecorder
 from .decoding import Decoder  # noqa: F401
 from .generation_mrp import MRPGenerationMixin
 from .inputs import has_holes
@@ -88,13 +88,8 @@ class ResidualHead(nn.Module):
         position_embeddings = tuple(part.to(dtype) for part in position_embeddings)
         hidden = self.eh_proj(torch.cat([self.enorm(embeddings.to(dtype)), self.hnorm(hidden.to(dtype))], dim=-1))
         for layer in self.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=mask,
-                position_embeddings=position_embeddings,
-                is_causal=False,
-                **{CACHE_ARGUMENT: cache},
-            )
+            # the cache by position: by name, transformers takes it away under gradient checkpointing
+            hidden = layer(hidden, mask, None, cache, position_embeddings=position_embeddings, is_causal=False)
         return self.norm(hidden)
 
 
@@ -202,12 +197,13 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
         noisy = input_ids[:, None]  # [R, S, L]
         if teacher:
             noisy = torch.cat([noisy, revealed_ids], dim=1)
-        cache, clean_hidden = None, None
+        context, clean_hidden = None, None
         if clean_ids is not None:
-            cache = ContextCache()
+            recorder = ContextRecorder(clean_ids.shape[1])
             mask = self.attention_mask(stream(CLEAN))
-            clean_hidden = self.backbone_hidden_states(clean_ids, positions, mask, cache)
-        hidden = self._backbone_on_streams(noisy, positions, stream(1), stream(CLEAN), cache)
+            clean_hidden = self.backbone_hidden_states(clean_ids, positions, mask, recorder)
+            context = Context(recorder)
+        hidden = self._backbone_on_streams(noisy, positions, stream(1), stream(CLEAN), context)
 
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
         keep = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else keep
@@ -216,8 +212,8 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
             output.revealed_hidden_states = hidden[:, 1:]
         if revealed_ids is not None:
             clean = None if clean_ids is None else (clean_ids, clean_hidden)
-            tokens = stream(1) if clean is None else join([stream(1), stream(CLEAN)])
-            corrected = self._unroll_head(revealed_ids.unbind(1), hidden[:, 0], clean, positions, tokens)
+            tokens = stream(1), stream(CLEAN)
+            corrected = self._unroll_head(revealed_ids.unbind(1), hidden[:, 0], clean, positions, *tokens)
             output.corrected_hidden_states = corrected
             output.corrected_logits = self.logits(corrected[:, :, keep])
         return output
@@ -258,20 +254,31 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
         """W h, [..., V], for hidden states [..., H] of any dtype."""
         return self.lm_head(hidden.to(self.lm_head.weight.dtype))
 
-    def _unroll_head(self, states, hidden, clean, positions, tokens: Tokens):
-        """acc_1..acc_K, [R, K, L, H]: every step reads the state x_k and acc_{k-1}; the clean stream never changes."""
-        mask = self.attention_mask(tokens)
-        length = hidden.shape[1]
-        accumulated = []
-        for state in states:
-            if clean is None:
-                hidden = self.corrected_hidden_states(state, hidden, positions, mask)
-            else:
-                both = torch.cat([hidden, clean[1].to(hidden.dtype)], dim=1)
-                ids = torch.cat([state, clean[0]], dim=1)
-                hidden = self.corrected_hidden_states(ids, both, positions.repeat(1, 2), mask)[:, :length]
+    def _unroll_head(self, states, hidden, clean, positions, own: Tokens, context: Tokens):
+        """acc_1..acc_K, [R, K, L, H]: every step reads the state x_k and acc_{k-1}."""
+        accumulated, cache = [], None
+        if clean is not None:
+            hidden, cache = self._head_with_clean_stream(states[0], hidden, clean, positions, join([own, context]))
+            accumulated.append(hidden)
+        mask = self.attention_mask(own, None if clean is None else join([context, own]))
+        for state in states[len(accumulated) :]:
+            hidden = self.corrected_hidden_states(state, hidden, positions, mask, cache)
             accumulated.append(hidden)
         return torch.stack(accumulated, dim=1)
+
+    def _head_with_clean_stream(self, state, hidden, clean, positions, tokens: Tokens):
+        """acc_1, and the clean stream as the head's layers saw it, for the later steps: it never changes."""
+        clean_ids, clean_hidden = clean
+        length = hidden.shape[1]
+        recorder = ContextRecorder(length)
+        both = self.corrected_hidden_states(
+            torch.cat([state, clean_ids], dim=1),
+            torch.cat([hidden, clean_hidden], dim=1),
+            positions.repeat(1, 2),
+            self.attention_mask(tokens),
+            recorder,
+        )
+        return both[:, :length], Context(recorder)
 
     def _check_shapes(self, ids, attention_mask, position_ids, revealed_ids, clean_ids, segment_ids, teacher):
         if ids.dim() != 2:

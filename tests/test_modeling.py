@@ -8,7 +8,7 @@ from golden_values import load_golden
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
-from modeling_mrp.masks import tokens_of_stream
+from modeling_mrp.masks import CLEAN, join, tokens_of_stream
 
 CLOSE = {"atol": 1e-4, "rtol": 0}  # the golden values' tolerance in float32
 SAME = {"atol": 1e-4, "rtol": 1e-5}  # the same sums in another order, on logits of about 10
@@ -204,6 +204,43 @@ def test_a_longer_unroll_begins_like_a_shorter_one(tiny_model):
             step = model.corrected_hidden_states(revealed[:, k], long[:, k - 1], positions, mask)
             torch.testing.assert_close(long[:, k, first_block], step[:, first_block], **SAME)
     assert (long[:, 1] - long[:, 0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_head_reads_the_clean_stream_once_and_learns_as_if_at_every_step(tiny_model, checkpointing):
+    model = tiny_model(num_mrp_layers=2).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    clean, noisy, revealed = noisy_states(model, steps=3)
+    read = []
+    hook = model.mrp_head.eh_proj.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
+    once = model(noisy, revealed_ids=revealed, clean_ids=clean, teacher=True)
+    hook.remove()
+    assert read == [2 * 13, 13, 13]
+
+    positions = torch.arange(13).expand(2, -1)
+    streams = [
+        tokens_of_stream(torch.zeros_like(noisy), positions, model.config.block_size, stream, CLEAN)
+        for stream in (1, CLEAN)
+    ]
+    mask = model.attention_mask(join(streams))
+    clean_hidden = model(clean).last_hidden_state  # a plain row is its own context
+    hidden, again = once.last_hidden_state, []
+    for state in revealed.unbind(1):
+        both = torch.cat([hidden, clean_hidden], dim=1)
+        ids = torch.cat([state, clean], dim=1)
+        hidden = model.corrected_hidden_states(ids, both, positions.repeat(1, 2), mask)[:, :13]
+        again.append(hidden)
+    again = torch.stack(again, dim=1)
+    torch.testing.assert_close(once.corrected_hidden_states, again, **SAME)
+
+    parameters = dict(model.mrp_head.named_parameters())
+    gradients = [
+        torch.autograd.grad((accumulated * torch.linspace(-1, 1, 13)[:, None]).sum(), list(parameters.values()))
+        for accumulated in (once.corrected_hidden_states, again)
+    ]
+    for name, ours, theirs in zip(parameters, *gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item(), msg=name)
 
 
 def test_a_dual_stream_reads_the_clean_prefix_and_its_own_block(tiny_model):
