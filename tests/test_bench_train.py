@@ -77,7 +77,7 @@ def test_numbers_below_one_are_named(tiny_model, option):
         bench.bench_train(tiny_model(), **{option: 0})
 
 
-@pytest.mark.parametrize("extra", [[], ["--gradient-checkpointing", "--bf16"]])
+@pytest.mark.parametrize("extra", [[], ["--gradient-checkpointing", "--bf16", "--choice-weight", "0.1"]])
 def test_command_prints_json(tiny_model, tmp_path, capsys, extra):
     tiny_model().save_pretrained(tmp_path)
     sizes = ["--rows", "2", "--sequence-length", "16", "--unroll-steps", "2", "--repeats", "1", "--device", "cpu"]
@@ -89,7 +89,7 @@ def test_command_prints_json(tiny_model, tmp_path, capsys, extra):
     assert sum(result["split"].values()) == pytest.approx(1)
     assert sum(result["bare_split"].values()) == pytest.approx(1)
     assert "backbone of 2 layers of 32 in float32, head of 1 in float32" in answer["model"]
-    assert ("gradient checkpointing" in answer["step"]) == bool(extra)
+    assert answer["step"].endswith("choice_weight 0.1, gradient checkpointing" if extra else "K = 2")
 
 
 def test_step_runs_with_the_attention_that_training_takes(tiny_model, tmp_path, capsys, monkeypatch):

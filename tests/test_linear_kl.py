@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 
 from trainer import linear_kl
 from trainer.bench_loss import bench_loss, main, naive_linear_kl, peak_memory
-from trainer.linear_kl import auto_chunk_rows
+from trainer.linear_kl import Choice, auto_chunk_rows, linear_kl_and_choice
 
 GOLDEN = Path(__file__).parent / "golden"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MASK = 7
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 IMPLEMENTATIONS = [
@@ -302,20 +303,30 @@ def test_autocast_changes_nothing():
     assert torch.equal(inside, linear_kl(*inputs))
 
 
-def forward_peak(rows, vocab_size, hidden, chunk_rows, dtype=torch.float32):
+def forward_peak(rows, vocab_size, hidden, chunk_rows, dtype=torch.float32, choose=False):
     h_student, h_teacher, weight = random_hidden(rows, vocab_size, hidden, dtype=dtype)
     h_student.requires_grad_()
+
+    def step():
+        if choose:
+            kl, choice = linear_kl_and_choice(h_student, h_teacher, weight, MASK, chunk_rows=chunk_rows)
+            (kl + choice.log_prob).sum().backward()
+        else:
+            linear_kl(h_student, h_teacher, weight, chunk_rows=chunk_rows).sum().backward()
+
     # on CPUs with AMX oneDNN's bf16 products pack the weight into scratch memory, which is none of the loss's own
     with torch.backends.mkldnn.flags(enabled=dtype != torch.bfloat16):
-        return peak_memory(lambda: linear_kl(h_student, h_teacher, weight, chunk_rows=chunk_rows).sum().backward())
+        return peak_memory(step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk_rows", [1, 16])
-def test_at_most_24_bytes_per_element_of_a_chunk(dtype, chunk_rows):
+@pytest.mark.parametrize("choose", [False, True])
+def test_at_most_24_bytes_per_element_of_a_chunk(dtype, chunk_rows, choose):
     vocab_size, hidden, rows = 20000, 8, 32
     per_row = 4 * hidden * 4 * rows + 2 * hidden * 4 * chunk_rows  # gradients and stacked hidden states
-    assert forward_peak(rows, vocab_size, hidden, chunk_rows, dtype) - per_row <= 24 * chunk_rows * vocab_size
+    peak = forward_peak(rows, vocab_size, hidden, chunk_rows, dtype, choose)
+    assert peak - per_row <= 24 * chunk_rows * vocab_size
 
 
 @pytest.mark.parametrize(
@@ -416,8 +427,9 @@ def test_kernels_pass_in_the_interpreter():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be compiled")
+@pytest.mark.parametrize("choose", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_kernel_compiles_for_gpus_that_are_not_here(dtype):
+def test_kernel_compiles_for_gpus_that_are_not_here(dtype, choose):
     """What only the interpreter accepts fails here: the compiler and its assembler need no device."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -429,17 +441,121 @@ def test_kernel_compiles_for_gpus_that_are_not_here(dtype):
         "teacher_ptr": f"*{dtype}",
         "delta_ptr": f"*{dtype}",
         "kl_ptr": "*fp32",
+        "token_ptr": "*i64",
+        "score_ptr": "*fp32",
+        "log_prob_ptr": "*fp32",
         "teacher_stride": "i64",
         "delta_stride": "i64",
         "vocab_size": "i32",
         "inverse_temperature": "fp32",
-        "BLOCK": "constexpr",
-        "WRITE_GRADIENT": "constexpr",
+        "mask_token_id": "i32",
     }
-    source = ASTSource(_kl_rows_kernel, signature, constexprs={"BLOCK": 4096, "WRITE_GRADIENT": True})
+    constants = {"BLOCK": 4096, "WRITE_GRADIENT": True, "CHOOSE": choose}
+    if not choose:
+        constants |= dict.fromkeys(("token_ptr", "score_ptr", "log_prob_ptr", "mask_token_id"))
+    source = ASTSource(_kl_rows_kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     for capability in (80, 90):
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
         assert len(compiled.asm["cubin"]) > 0
+
+
+# --- the teacher's choice from the same logits
+
+
+def exact_choice(h_student, h_teacher, weight, mask_token_id):
+    """token, score, log_prob by the definition in float64."""
+    student, teacher = (
+        (hidden.double() @ weight.double().t()).index_fill(1, torch.tensor([mask_token_id]), -torch.inf)
+        for hidden in (h_student, h_teacher)
+    )
+    score, token = F.log_softmax(teacher, dim=-1).max(-1)
+    return token, score, F.log_softmax(student, dim=-1).gather(1, token[:, None])[:, 0]
+
+
+def choice_of(ours, h_student, h_teacher, weight, **options):
+    """KL, choice and the gradients of both sums, on the CPU."""
+    h_student, h_teacher, weight = (tensor.detach().to(ours.device) for tensor in (h_student, h_teacher, weight))
+    h_student.requires_grad_()
+    kl, choice = linear_kl_and_choice(h_student, h_teacher, weight, MASK, backend=ours.backend, **options)
+    of_kl, of_log_prob = (
+        torch.autograd.grad(value.sum(), h_student, retain_graph=True)[0] for value in (kl, choice.log_prob)
+    )
+    return kl.detach().cpu(), Choice(*(field.detach().cpu() for field in choice)), of_kl.cpu(), of_log_prob.cpu()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("vocab_size", [97, 5000])
+def test_the_choice_is_that_of_the_definition_and_the_kl_is_that_of_linear_kl(ours, vocab_size, temperature):
+    h_student, h_teacher, weight = random_hidden(9, vocab_size, change=0.5)
+    weight[MASK] = 4 * h_teacher[0]  # what the first row would choose
+    kl, choice, of_kl, of_log_prob = choice_of(ours, h_student, h_teacher, weight, temperature=temperature)
+
+    exact_student = h_student.double().requires_grad_()
+    token, score, log_prob = exact_choice(exact_student, h_teacher, weight, MASK)
+    assert torch.equal(choice.token, token) and (h_teacher[0] @ weight.t()).argmax() == MASK
+    torch.testing.assert_close(choice.score.double(), score, rtol=5e-5, atol=1e-6)
+    torch.testing.assert_close(choice.log_prob.double(), log_prob.detach(), rtol=5e-5, atol=1e-6)
+    (exact_gradient,) = torch.autograd.grad(log_prob.sum(), exact_student)
+    assert relative_error(of_log_prob, exact_gradient) < 3e-4
+
+    alone, of_it_alone = ours.kl_and_gradient(h_student, h_teacher, weight, temperature=temperature)
+    torch.testing.assert_close(kl, alone, rtol=1e-6, atol=0)
+    torch.testing.assert_close(of_kl, of_it_alone, rtol=1e-5, atol=1e-7)
+
+
+def test_choice_in_bf16_is_good_to_the_rounding_of_its_logits(ours):
+    inputs = random_hidden(32, 4000, hidden=64, change=0.1, dtype=torch.bfloat16)
+    _, choice, _, of_log_prob = choice_of(ours, *inputs)
+    exact_student = inputs[0].double().requires_grad_()
+    _, best, _ = exact_choice(*inputs, MASK)
+    logits = exact_choice(exact_student, inputs[1], inputs[2], MASK)
+    rounding = 2**-8 * 16  # half a unit in the last place of a logit of 16
+    of_its_token = F.log_softmax((inputs[1].double() @ inputs[2].double().t()), dim=-1).gather(
+        1, choice.token[:, None]
+    )
+    assert (best - of_its_token[:, 0]).max() < 2 * rounding  # a token as good as the best
+    same = choice.token == logits[0]
+    torch.testing.assert_close(choice.score.double(), best, rtol=0, atol=2 * rounding)
+    torch.testing.assert_close(choice.log_prob.double()[same], logits[2].detach()[same], rtol=0, atol=4 * rounding)
+    (exact_gradient,) = torch.autograd.grad(logits[2][same].sum(), exact_student)
+    assert relative_error(of_log_prob[same], exact_gradient[same]) < 5e-2
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 5, 24])
+def test_chunks_and_tiles_do_not_change_the_choice(ours, monkeypatch, chunk_rows):
+    inputs = random_hidden(12, 300, change=0.5)
+    whole = choice_of(ours, *inputs)
+    monkeypatch.setitem(import_module("trainer.linear_kl").TILE_ELEMENTS, "cpu", 700)
+    kl, choice, *gradients = choice_of(ours, *inputs, chunk_rows=chunk_rows)
+    assert torch.equal(choice.token, whole[1].token)
+    for value, expected in zip((kl, *choice[1:], *gradients), (whole[0], *whole[1][1:], *whole[2:]), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_nan_of_a_row_stays_out_of_the_choice_of_others(ours):
+    h_student, h_teacher, weight = random_hidden(4, 300)
+    clean = choice_of(ours, h_student, h_teacher, weight)
+    h_teacher[2, 0] = torch.nan
+    _, choice, _, of_log_prob = choice_of(ours, h_student, h_teacher, weight)
+    others = [0, 1, 3]
+    assert choice.score[2].isnan() and choice.log_prob[2].isnan() and 0 <= choice.token[2] < 300
+    assert all(torch.equal(field[others], before[others]) for field, before in zip(choice, clean[1], strict=True))
+    assert torch.equal(of_log_prob[others], clean[3][others])
+
+
+def test_gradcheck_of_both_values_in_float64():
+    h_student, h_teacher, weight = random_hidden(5, 23, hidden=6, change=0.7, dtype=torch.float64)
+
+    def values(h):
+        kl, choice = linear_kl_and_choice(h, h_teacher, weight, MASK, chunk_rows=2)
+        return kl, choice.log_prob
+
+    assert torch.autograd.gradcheck(values, h_student.requires_grad_(), atol=1e-8)
+
+
+def test_mask_token_outside_the_vocabulary_is_refused():
+    with pytest.raises(ValueError, match=r"mask_token_id must lie in \[0, 20\), the rows of weight; got 20"):
+        linear_kl_and_choice(*random_hidden(2, 20), 20)
 
 
 def test_naive_loss_of_the_benchmark_is_the_same_loss():
@@ -460,7 +576,7 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", no_compiler)
 
 
-NAMES = ["naive", "compile", "liger", "ours", "gemms", "gemms whole"]
+NAMES = ["naive", "compile", "liger", "ours", "ours+choice", "gemms", "gemms whole"]
 
 
 def test_benchmark_reports_ratios_and_why_something_cannot_run(uncompiled):

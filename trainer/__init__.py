@@ -3,12 +3,12 @@
 from importlib import import_module
 
 # Imported at once, not on demand: it shares its name with its module, which would otherwise take its place here.
-from .linear_kl import linear_kl
+from .linear_kl import linear_kl, linear_kl_and_choice
 
 # Imported when first asked for, because they bring all of transformers' training code with them.
 _ON_DEMAND = {"MRPTrainer": ".mrp_trainer", "MRPTrainingArguments": ".arguments"}
 
-__all__ = ["MRPTrainer", "MRPTrainingArguments", "linear_kl"]
+__all__ = ["MRPTrainer", "MRPTrainingArguments", "linear_kl", "linear_kl_and_choice"]
 
 
 def __getattr__(name: str):

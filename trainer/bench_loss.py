@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import DeviceType
 
-from .linear_kl import auto_chunk_rows, linear_kl
+from .linear_kl import auto_chunk_rows, linear_kl, linear_kl_and_choice
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,10 +40,11 @@ def bench_loss(
         chunk_rows: as in `linear_kl`; also the chunk of the bare matrix products.
 
     Returns:
-        One dict for each of "naive", "compile", "liger", "ours", "gemms" (the three matrix products alone, chunked as
-        ours) and "gemms whole" (all rows in one chunk): `name`; `seconds`, the median; `peak_bytes` beyond the
-        inputs; `time_ratio` and `memory_ratio` to naive; `gemm_ratio`, the time relative to the chunked products.
-        Where one cannot run these are None and `note` says why.
+        One dict for each of "naive", "compile", "liger", "ours", "ours+choice" (what `choice_weight` needs beside the
+        loss, in one), "gemms" (the three matrix products alone, chunked as ours) and "gemms whole" (all rows in one
+        chunk): `name`; `seconds`, the median; `peak_bytes` beyond the inputs; `time_ratio` and `memory_ratio` to
+        naive; `gemm_ratio`, the time relative to the chunked products. Where one cannot run these are None and `note`
+        says why.
     """
     sizes = {"rows": rows, "vocab_size": vocab_size, "hidden_size": hidden_size, "repeats": repeats}
     for name, value in sizes.items():
@@ -57,6 +58,7 @@ def bench_loss(
         "compile": partial(_forward_backward, torch.compile(naive_linear_kl), *inputs),
         "liger": partial(_forward_backward, _liger_mean_kl, *inputs),
         "ours": partial(_forward_backward, partial(linear_kl, chunk_rows=chunk_rows), *inputs),
+        "ours+choice": partial(_forward_backward, partial(_kl_and_log_prob, chunk_rows=chunk_rows), *inputs),
         "gemms": partial(_three_products, *inputs, chunk_rows),
         "gemms whole": partial(_three_products, *inputs, rows),
     }
@@ -113,6 +115,12 @@ def _liger_mean_kl(h_student: Tensor, h_teacher: Tensor, weight: Tensor) -> Tens
     from liger_kernel.transformers import LigerFusedLinearJSD
 
     return LigerFusedLinearJSD(jsd_beta=0.0)(h_student, weight, h_teacher, weight, None)
+
+
+def _kl_and_log_prob(h_student: Tensor, h_teacher: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
+    """The loss, and the log-probability of the teacher's choice with a gradient of its own."""
+    kl, choice = linear_kl_and_choice(h_student, h_teacher, weight, mask_token_id=0, chunk_rows=chunk_rows)
+    return kl + choice.log_prob
 
 
 def _three_products(h_student: Tensor, h_teacher: Tensor, weight: Tensor, chunk_rows: int) -> None:

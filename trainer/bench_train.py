@@ -220,6 +220,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rows", type=int, default=8, help="rows per step (default: 8)")
     made.add_argument("--sequence-length", type=int, default=256, help="tokens per row (default: 256)")
     made.add_argument("--unroll-steps", type=int, default=3, help="K (default: 3)")
+    made.add_argument(
+        "--choice-weight", type=float, default=0.0, help="of the term on the chosen position (default: 0)"
+    )
     made.add_argument("--gradient-checkpointing", action="store_true", help="recompute the head's activations")
     made.add_argument("--bf16", action="store_true", help="autocast the head to bfloat16")
     made.add_argument("--repeats", type=int, default=5, help="timed rounds (default: 5)")
@@ -264,6 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sequence_length=options.sequence_length,
         unroll_steps=options.unroll_steps,
         repeats=options.repeats,
+        choice_weight=options.choice_weight,
         gradient_checkpointing=options.gradient_checkpointing,
         bf16=options.bf16,
     )
@@ -283,6 +287,7 @@ def describe(model: MRPForDiffusionLM, options, device: torch.device) -> dict[st
         f"{config.num_mrp_layers} in {head}{', autocast to bfloat16' if options.bf16 else ''}, "
         f"vocabulary {config.vocab_size}, attention {config._attn_implementation}",
         "step": f"{options.rows} rows of {options.sequence_length} tokens, K = {options.unroll_steps}"
+        f"{f', choice_weight {options.choice_weight}' if options.choice_weight else ''}"
         f"{', gradient checkpointing' if options.gradient_checkpointing else ''}",
         "rounds": f"{options.repeats}, interleaved, after one that is not timed; medians",
     }

@@ -19,16 +19,27 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_BLOCK = 4096
 
 
-def kl_rows_triton(teacher: Tensor, delta: Tensor, kl: Tensor, temperature: float, write_gradient: bool) -> None:
+def kl_rows_triton(
+    teacher: Tensor,
+    delta: Tensor,
+    kl: Tensor,
+    temperature: float,
+    write_gradient: bool,
+    choice: tuple[Tensor, Tensor, Tensor] | None = None,
+    mask_token_id: int | None = None,
+) -> None:
     """KL * T^2 of each row of logits, one program per row; the same signature as `kl_rows_reference`.
 
     Args:
-        teacher: [R, V] logits of the teacher.
+        teacher: [R, V] logits of the teacher. With a choice and `write_gradient` it becomes the gradient of the
+            choice's log_prob in the logits of the student.
         delta: [R, V] logits of the student minus those of the teacher. With `write_gradient` it becomes
             dKL / d(delta / T).
         kl: [R] float32, receives the losses.
         temperature: T.
-        write_gradient: whether the gradient is wanted.
+        write_gradient: whether the gradients are wanted.
+        choice: token int64 [R], score and log_prob float32 [R], receive the teacher's choice where it is wanted.
+        mask_token_id: the token that is never chosen.
     """
     rows, vocab_size = teacher.shape
     block = min(MAX_BLOCK, triton.next_power_of_2(vocab_size))
@@ -37,12 +48,15 @@ def kl_rows_triton(teacher: Tensor, delta: Tensor, kl: Tensor, temperature: floa
             teacher,
             delta,
             kl,
+            *(choice or (None, None, None)),
             teacher.stride(0),
             delta.stride(0),
             vocab_size,
             1.0 / temperature,
+            mask_token_id,
             BLOCK=block,
             WRITE_GRADIENT=write_gradient,
+            CHOOSE=choice is not None,
             num_warps=8 if block >= 2048 else 4,
         )
 
@@ -54,12 +68,17 @@ if HAS_TRITON:
         teacher_ptr,
         delta_ptr,
         kl_ptr,
+        token_ptr,
+        score_ptr,
+        log_prob_ptr,
         teacher_stride,
         delta_stride,
         vocab_size,
         inverse_temperature,
+        mask_token_id,
         BLOCK: tl.constexpr,
         WRITE_GRADIENT: tl.constexpr,
+        CHOOSE: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
         teacher_ptr += row * teacher_stride
@@ -73,11 +92,20 @@ if HAS_TRITON:
         s_peak = tl.full((), NEG_INF, tl.float32)
         b_sum = tl.full((), 0.0, tl.float32)
         s_sum = tl.full((), 0.0, tl.float32)
+        # Of the choice, without the mask token and at temperature 1: the teacher (c) and the student (q).
+        token = tl.full((), 0, tl.int32)
+        q_of_token = tl.full((), 0.0, tl.float32)
+        c_peak = tl.full((), NEG_INF, tl.float32)
+        q_peak = tl.full((), NEG_INF, tl.float32)
+        c_sum = tl.full((), 0.0, tl.float32)
+        q_sum = tl.full((), 0.0, tl.float32)
         for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab_size
-            b = tl.load(teacher_ptr + columns, mask=inside, other=NEG_INF).to(tl.float32) * inverse_temperature
-            d = tl.load(delta_ptr + columns, mask=inside, other=0.0).to(tl.float32) * inverse_temperature
+            raw_b = tl.load(teacher_ptr + columns, mask=inside, other=NEG_INF).to(tl.float32)
+            raw_d = tl.load(delta_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            b = raw_b * inverse_temperature
+            d = raw_d * inverse_temperature
             new_b_peak = tl.maximum(b_peak, tl.max(b, axis=0))
             b_base = tl.where(new_b_peak == NEG_INF, 0.0, new_b_peak)
             s = (b - b_base) + d
@@ -88,17 +116,39 @@ if HAS_TRITON:
             s_sum = s_sum * tl.exp(moved_s_peak - s_base) + tl.sum(tl.exp(s - s_base), axis=0)
             b_peak = new_b_peak
             s_peak = new_s_peak
+            if CHOOSE:
+                c = tl.where(columns == mask_token_id, NEG_INF, raw_b)
+                q = c + raw_d
+                here, at = tl.max(c, axis=0, return_indices=True)
+                q_here = tl.sum(tl.where(columns == start + at, q, 0.0), axis=0)
+                q_of_token = tl.where(here > c_peak, q_here, q_of_token)
+                token = tl.where(here > c_peak, start + at, token)
+                new_c_peak = tl.maximum(c_peak, here)
+                c_base = tl.where(new_c_peak == NEG_INF, 0.0, new_c_peak)
+                c_sum = c_sum * tl.exp(c_peak - c_base) + tl.sum(tl.exp(c - c_base), axis=0)
+                new_q_peak = tl.maximum(q_peak, tl.max(q, axis=0))
+                q_base = tl.where(new_q_peak == NEG_INF, 0.0, new_q_peak)
+                q_sum = q_sum * tl.exp(q_peak - q_base) + tl.sum(tl.exp(q - q_base), axis=0)
+                c_peak = new_c_peak
+                q_peak = new_q_peak
         b_peak = tl.where(b_peak == NEG_INF, 0.0, b_peak)
         b_lse = tl.where(b_sum == 0.0, 0.0, tl.log(b_sum))
         lse_change = tl.where(s_sum == 0.0, 0.0, s_peak + tl.log(s_sum) - b_lse)
+        if CHOOSE:
+            q_lse = q_peak + tl.log(q_sum)
+            tl.store(token_ptr + row, token)
+            tl.store(score_ptr + row, -tl.log(c_sum))  # the token's own logit is the peak
+            tl.store(log_prob_ptr + row, q_of_token - q_lse)
 
-        # Pass 2: the loss, and the gradient in place of delta.
+        # Pass 2: the loss, and the gradients in place of delta and, for the choice, of the teacher.
         kl = tl.full((), 0.0, tl.float32)
         for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab_size
-            b = tl.load(teacher_ptr + columns, mask=inside, other=NEG_INF).to(tl.float32) * inverse_temperature
-            d = tl.load(delta_ptr + columns, mask=inside, other=0.0).to(tl.float32) * inverse_temperature
+            raw_b = tl.load(teacher_ptr + columns, mask=inside, other=NEG_INF).to(tl.float32)
+            raw_d = tl.load(delta_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            b = raw_b * inverse_temperature
+            d = raw_d * inverse_temperature
             log_p = (b - b_peak) - b_lse
             r = d - lse_change
             is_small = tl.abs(r) < SMALL
@@ -113,4 +163,8 @@ if HAS_TRITON:
             if WRITE_GRADIENT:
                 gradient = tl.where(is_small, p * (small_r + series), gradient)
                 tl.store(delta_ptr + columns, gradient.to(delta_ptr.dtype.element_ty), mask=inside)
+                if CHOOSE:
+                    q = tl.where(columns == mask_token_id, NEG_INF, raw_b) + raw_d
+                    gradient = tl.where(columns == token, 1.0, 0.0) - tl.exp(q - q_lse)
+                    tl.store(teacher_ptr + columns, gradient.to(teacher_ptr.dtype.element_ty), mask=inside)
         tl.store(kl_ptr + row, kl / (inverse_temperature * inverse_temperature))

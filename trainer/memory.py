@@ -59,23 +59,22 @@ def estimate_memory(
     head_item = model.mrp_head.eh_proj.weight.element_size()
     packed = rows * length * (2 + steps)
     forward = packed * (FORWARD_H * h + FORWARD_F * f) * item
-    head_tokens = rows * length * 2
-    layer = head_tokens * (BACKWARD_H * h + BACKWARD_F * f) * head_item
+    head_tokens = rows * length * (1 + steps)  # the clean stream once
+    layer = (BACKWARD_H * h + BACKWARD_F * f) * head_item  # of one token
     if checkpointing:
-        kept = (STEP_H + config.num_mrp_layers) * head_tokens * h * head_item
-        head = steps * kept + layer
+        head = (STEP_H + config.num_mrp_layers) * head_tokens * h * head_item + 2 * rows * length * layer
     else:
-        head = steps * config.num_mrp_layers * layer
+        head = config.num_mrp_layers * head_tokens * layer
     if config._attn_implementation != "flex_attention":  # a mask of one byte for each pair of tokens
         forward += rows * (length * (2 + steps)) ** 2
-        head += rows * (length * 2) ** 2
+        head += rows * ((length * 2) ** 2 + length * length * 2)
     supervised = rows * length * steps  # at most
     logits = LOSS_BUFFERS * max(chunk_bytes(model.lm_head.weight), 4 * vocabulary)
     return MemoryEstimate(
         weights=_bytes(model.parameters()) // shards + (_gathered(model) if shards > 1 else 0),
         optimizer=OPTIMIZER_BYTES * head_parameters // shards,
         activations=packed * h * item + max(forward, head),
-        loss=supervised * h * (2 * head_item + item) + logits,
+        loss=2 * supervised * h * (head_item + item) + logits,
     )
 
 

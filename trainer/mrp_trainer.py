@@ -19,9 +19,9 @@ from .decode_evaluation import acceptance_range, decode_figures, prompts_of
 from .head_checkpoints import HeadCheckpoints
 from .head_files import backbone_note
 from .head_metrics import HeadMetrics, measure_head
-from .linear_kl import auto_chunk_rows, linear_kl
+from .linear_kl import Choice, auto_chunk_rows, linear_kl, linear_kl_and_choice
 from .muon import MuonWithAdamW
-from .objectives import chosen_position_loss, linear_log_prob, linear_total_variation, teacher_choice
+from .objectives import chosen_position_loss, chosen_positions, linear_total_variation
 from .peft_head import without_peft
 from .resume import check_resumable, last_checkpoint, run_settings
 from .sharded import gathered, shard_optimizer_state
@@ -190,28 +190,31 @@ class MRPTrainer(HeadCheckpoints):
 
     def _losses(self, out, supervised: Tensor, inputs: dict, lm_head: Tensor) -> Tensor:
         """The objective at each supervised position, [N]; `supervised` [R, K, L]."""
-        args = self.args
-        student, teacher = out.corrected_hidden_states[supervised], out.revealed_hidden_states[supervised]
-        if args.divergence == "total_variation":
-            losses = linear_total_variation(student, teacher, lm_head)
-        else:
-            losses = linear_kl(
-                student,
-                teacher,
-                lm_head,
-                temperature=args.kl_temperature,
-                chunk_rows=self._chunk_rows(),
-                backend=args.kl_backend,
-            )
-        if args.choice_weight:
-            mask_token_id = self.model.config.mask_token_id
+        hidden = out.corrected_hidden_states[supervised], out.revealed_hidden_states[supervised], lm_head
+        losses, choice = self._divergence(*hidden)
+        if choice is not None:
             row, step, position = supervised.nonzero(as_tuple=True)
             block_ids = inputs["block_ids"]
             block = (row * supervised.shape[1] + step) * (block_ids.max() + 1) + block_ids[row, position]
-            token, chosen = teacher_choice(teacher, lm_head, block, mask_token_id)
-            log_prob = linear_log_prob(student, lm_head, token, mask_token_id)
-            losses = losses + args.choice_weight * chosen_position_loss(log_prob, block, chosen)
+            chosen = chosen_positions(block, choice.score)
+            losses = losses + self.args.choice_weight * chosen_position_loss(choice.log_prob, block, chosen)
         return losses
+
+    def _divergence(self, *hidden: Tensor) -> tuple[Tensor, Choice | None]:
+        """The divergence at each position, [N], and the teacher's choice where it has a weight."""
+        args, choice = self.args, None
+        options = {
+            "temperature": args.kl_temperature,
+            "chunk_rows": self._chunk_rows(),
+            "backend": args.kl_backend,
+        }
+        if args.choice_weight:
+            losses, choice = linear_kl_and_choice(*hidden, self.model.config.mask_token_id, **options)
+        elif args.divergence == "kl":
+            losses = linear_kl(*hidden, **options)
+        if args.divergence == "total_variation":
+            losses = linear_total_variation(*hidden)
+        return losses, choice
 
     def _get_num_items_in_batch(self, batch_samples: list[dict], device) -> Tensor | None:
         """The normaliser [K] of one optimizer step: all its batches, all ranks."""

@@ -1,16 +1,10 @@
-"""Objectives beside the KL of linear_kl.py, for drafts that are accepted: total variation and the chosen position.
-
-Both need only one number per row, so the gradient of the logits is made along with it, a chunk of rows at a time, and
-backward only scales rows, as in linear_kl.py.
-"""
-
-from collections.abc import Callable
+"""Objectives beside the KL of linear_kl.py, for drafts that are accepted: total variation and the chosen position."""
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .head_metrics import first_of_each, surest
+from .head_metrics import first_of_each
 from .linear_kl import auto_chunk_rows
 
 DIVERGENCES = ("kl", "total_variation")
@@ -23,52 +17,48 @@ def linear_total_variation(h_student: Tensor, h_teacher: Tensor, weight: Tensor)
         h_student, h_teacher: [N, H]; only the student gets a gradient.
         weight: [V, H], the output embedding, frozen.
     """
-
-    def value_and_gradient(rows: slice, logits: Tensor):
-        q = torch.softmax(logits, dim=-1)
-        difference = q - torch.softmax((h_teacher[rows].to(weight.dtype) @ weight.T).float(), dim=-1)
-        side = difference.sign()
-        value = difference.abs_().sum(-1) / 2
-        return value, side.sub_((q * side).sum(-1, keepdim=True)).mul_(q).div_(2)
-
-    return _RowValues.apply(h_student, weight.detach(), value_and_gradient)
+    return _LinearTotalVariation.apply(h_student, h_teacher.detach(), weight.detach())
 
 
-def linear_log_prob(h_student: Tensor, weight: Tensor, targets: Tensor, mask_token_id: int) -> Tensor:
-    """log p_student(target), [N], with the mask token ruled out as in decoding.
+class _LinearTotalVariation(torch.autograd.Function):
+    """Makes the gradient along with the value, a chunk of rows at a time; backward only scales rows."""
+
+    @staticmethod
+    def forward(ctx, h_student, h_teacher, weight):
+        values = torch.empty(len(h_student), device=h_student.device)
+        gradient = torch.empty_like(h_student)
+        size = auto_chunk_rows(len(h_student), weight, values.dtype)
+        for start in range(0, len(h_student), size):
+            rows = slice(start, min(start + size, len(h_student)))
+            q, p = (
+                torch.softmax((hidden[rows].to(weight.dtype) @ weight.T).float(), dim=-1)
+                for hidden in (h_student, h_teacher)
+            )
+            difference = torch.sub(q, p, out=p)
+            side = difference.sign()
+            values[rows] = difference.abs_().sum(-1) / 2
+            of_logits = side.sub_((q * side).sum(-1, keepdim=True)).mul_(q).div_(2)
+            gradient[rows] = (of_logits.to(weight.dtype) @ weight).to(gradient.dtype)
+        ctx.save_for_backward(gradient)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_values):
+        (gradient,) = ctx.saved_tensors
+        return gradient * of_values[:, None].to(gradient.dtype), None, None
+
+
+def chosen_positions(block: Tensor, score: Tensor) -> Tensor:
+    """Which position of each block the backbone is surest of, bool [N]; decoding reveals it next.
 
     Args:
-        h_student: [N, H]; weight: [V, H], frozen; targets: int64 [N].
+        block: int64 [N], unique over everything passed.
+        score: [N], the log-probability of the backbone's token at each masked position.
     """
-
-    def value_and_gradient(rows: slice, logits: Tensor):
-        logits[:, mask_token_id] = -torch.inf
-        log_q = torch.log_softmax(logits, dim=-1)
-        target = targets[rows, None]
-        gradient = -log_q.exp()
-        return log_q.gather(1, target)[:, 0], gradient.scatter_add_(1, target, torch.ones_like(gradient[:, :1]))
-
-    return _RowValues.apply(h_student, weight.detach(), value_and_gradient)
-
-
-@torch.no_grad()
-def teacher_choice(h_teacher: Tensor, weight: Tensor, block: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
-    """The backbone's token at each masked position, int64 [N], and which position of each block it is surest of, bool.
-
-    Args:
-        h_teacher: [N, H]; weight: [V, H]; block: int64 [N], unique over everything passed.
-    """
-    tokens, scores = [], []
-    for rows in h_teacher.split(auto_chunk_rows(len(h_teacher), weight, torch.float32)):
-        log_p = torch.log_softmax((rows.to(weight.dtype) @ weight.T).float(), dim=-1)
-        log_p[:, mask_token_id] = -torch.inf
-        score, token = surest(log_p)
-        tokens.append(token.long())
-        scores.append(score)
-    chosen = torch.zeros(len(block), dtype=torch.bool, device=block.device)
-    if tokens:
-        chosen[first_of_each(block, torch.cat(scores))] = True
-    return torch.cat(tokens) if tokens else block.new_empty(0), chosen
+    chosen = torch.zeros_like(block, dtype=torch.bool)
+    chosen[first_of_each(block, score)] = True
+    return chosen
 
 
 def chosen_position_loss(log_prob: Tensor, block: Tensor, chosen: Tensor) -> Tensor:
@@ -92,26 +82,3 @@ def chosen_position_loss(log_prob: Tensor, block: Tensor, chosen: Tensor) -> Ten
     masked = torch.bincount(number, minlength=blocks)
     cross_entropy = (total.log() + peak)[number] - odds - log_prob
     return torch.where(chosen, cross_entropy * masked[number], 0.0)
-
-
-class _RowValues(torch.autograd.Function):
-    """One value per row of hidden states, from that row's logits; keeps the gradient of the rows, [N, H]."""
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, value_and_gradient: Callable) -> Tensor:
-        values = torch.empty(len(hidden), device=hidden.device)
-        gradient = torch.empty_like(hidden)
-        size = auto_chunk_rows(len(hidden), weight, values.dtype)
-        for start in range(0, len(hidden), size):
-            rows = slice(start, min(start + size, len(hidden)))
-            logits = (hidden[rows].to(weight.dtype) @ weight.T).float()
-            values[rows], of_logits = value_and_gradient(rows, logits)
-            gradient[rows] = (of_logits.to(weight.dtype) @ weight).to(gradient.dtype)
-        ctx.save_for_backward(gradient)
-        return values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, of_values):
-        (gradient,) = ctx.saved_tensors
-        return gradient * of_values[:, None].to(gradient.dtype), None, None
