@@ -6,6 +6,7 @@ import pytest
 from datasets import Dataset
 
 from trainer.data import prepare_dataset
+from trainer.decode_evaluation import prompts_of
 
 
 def rows_of(*lengths, supervised=1):
@@ -60,6 +61,13 @@ def test_long_rows_of_a_stream_are_dropped_or_left_to_the_collator():
     assert prepare(dropped) is dropped
 
 
-def test_rows_without_anything_to_supervise_are_refused():
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rows_without_anything_to_supervise_are_refused(streamed):
+    rows = rows_of(8, 3, supervised=0)
     with pytest.raises(ValueError, match="no sample has anything to supervise"):
-        prepare(rows_of(8, 3, supervised=0))
+        prepare(rows.to_iterable_dataset() if streamed else rows)
+
+
+def test_evaluations_decode_no_prompt_of_a_sample_without_an_answer():
+    row = {"input_ids": [5, 6, 7, 8, 9, 10], "answer_mask": [0, 0, 0, 0, 0, 1], "lengths": [3, 3]}
+    assert prompts_of([row], 4, 4) == [[8, 9]]

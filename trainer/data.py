@@ -101,8 +101,7 @@ def prepare_dataset(
     columns, streamed = _columns(dataset), is_streamed(dataset)
     if set(ROW_COLUMNS) <= set(columns):
         rows = _fitting(dataset, sequence_length, long_samples)
-        if not streamed:
-            _require_answers(rows)
+        _require_answers(rows)
         return rows
     sequence_length = sequence_length or 1024
     tokenize = partial(

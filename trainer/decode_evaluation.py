@@ -24,9 +24,10 @@ def prompts_of(rows, count: int, block_size: int) -> list[list[int]]:
             if len(prompts) == count:
                 return prompts
             ids, mask = (row[column][start : start + length] for column in ("input_ids", "answer_mask"))
-            first_answer = list(mask).index(1)
-            prompts.append(list(ids)[: first_answer or min(2 * block_size, length - 1)])
             start += length
+            if any(mask):
+                prompt = list(mask).index(1) or min(2 * block_size, length - 1)
+                prompts.append(list(ids)[:prompt])
     return [prompt for prompt in prompts if prompt]
 
 
