@@ -56,6 +56,8 @@ def test_unknown_key_is_an_error_that_names_the_nearest(config, given, nearest):
         ("kl_temperature", "0"),
         ("kl_chunk_rows", "some"),
         ("kl_backend", "numpy"),
+        ("choice_weight", "-0.1"),
+        ("gradient_checkpointing_kwargs", '{"use_reentrant": true}'),
         ("remove_unused_columns", "true"),
         ("long_samples", "cut"),
         ("sequence_length", "0"),
@@ -67,6 +69,12 @@ def test_unknown_key_is_an_error_that_names_the_nearest(config, given, nearest):
 def test_value_out_of_range_is_an_error_that_names_the_option(name, value):
     with pytest.raises(ValueError, match=name):
         parse_arguments([f"--{name}", value])
+
+
+@pytest.mark.parametrize("option", [("--kl_temperature", "0.5"), ("--choice_weight", "0.1")])
+def test_what_only_the_kl_knows_is_refused_with_another_divergence(option):
+    with pytest.raises(ValueError, match=f"{option[0][2:]}={option[1]} needs divergence: kl, got total_variation"):
+        parse_arguments(["--divergence", "total_variation", *option])
 
 
 def test_config_that_is_missing_broken_or_no_mapping_is_refused(config, tmp_path):

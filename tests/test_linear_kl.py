@@ -507,18 +507,36 @@ def test_choice_in_bf16_is_good_to_the_rounding_of_its_logits(ours):
     inputs = random_hidden(32, 4000, hidden=64, change=0.1, dtype=torch.bfloat16)
     _, choice, _, of_log_prob = choice_of(ours, *inputs)
     exact_student = inputs[0].double().requires_grad_()
-    _, best, _ = exact_choice(*inputs, MASK)
-    logits = exact_choice(exact_student, inputs[1], inputs[2], MASK)
+    token, best, log_prob = exact_choice(exact_student, *inputs[1:], MASK)
     rounding = 2**-8 * 16  # half a unit in the last place of a logit of 16
     of_its_token = F.log_softmax((inputs[1].double() @ inputs[2].double().t()), dim=-1).gather(
         1, choice.token[:, None]
     )
     assert (best - of_its_token[:, 0]).max() < 2 * rounding  # a token as good as the best
-    same = choice.token == logits[0]
+    same = choice.token == token
     torch.testing.assert_close(choice.score.double(), best, rtol=0, atol=2 * rounding)
-    torch.testing.assert_close(choice.log_prob.double()[same], logits[2].detach()[same], rtol=0, atol=4 * rounding)
-    (exact_gradient,) = torch.autograd.grad(logits[2][same].sum(), exact_student)
+    torch.testing.assert_close(choice.log_prob.double()[same], log_prob.detach()[same], rtol=0, atol=4 * rounding)
+    (exact_gradient,) = torch.autograd.grad(log_prob[same].sum(), exact_student)
     assert relative_error(of_log_prob[same], exact_gradient[same]) < 5e-2
+
+
+def test_a_nearly_certain_token_keeps_its_odds(ours):
+    """Its logit is 19 above the others, and float32 knows it to 1e-6; as a number below 1 it would be lost."""
+    h_student, h_teacher, weight = random_hidden(24, 500, change=0.02, logit_scale=1.0)
+    weight[3] = 0
+    weight[3, 0], h_teacher[:, 0], h_student[:, 0] = 3.0, 6.2, 6.1
+    weight[:3, 0] = weight[4:, 0] = 0
+    _, choice, _, of_log_prob = choice_of(ours, h_student, h_teacher, weight)
+    exact_student = h_student.double().requires_grad_()
+    token, score, log_prob = exact_choice(exact_student, h_teacher, weight, MASK)
+    assert torch.equal(choice.token, token)
+    (exact_gradient,) = torch.autograd.grad(log_prob.sum(), exact_student)
+    assert relative_error(of_log_prob, exact_gradient) < 1e-4
+    log_prob = log_prob.detach()
+    doubt = -torch.expm1(log_prob)
+    assert (doubt < 2e-5).all() and (doubt > 2e-6).all()
+    for ours_, exact in ((choice.log_prob, log_prob), (choice.score, score)):
+        assert (-torch.expm1(ours_.double()) / -torch.expm1(exact) - 1).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 5, 24])

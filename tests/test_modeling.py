@@ -1,6 +1,8 @@
 """The model's numbers: golden values, transformers' own Qwen3, and equivalences between ways to ask for the same."""
 
+import gc
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from golden_values import load_golden
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
+from modeling_mrp.context_cache import ContextRecorder
 from modeling_mrp.masks import CLEAN, join, tokens_of_stream
 
 CLOSE = {"atol": 1e-4, "rtol": 0}  # the golden values' tolerance in float32
@@ -241,6 +244,23 @@ def test_the_head_reads_the_clean_stream_once_and_learns_as_if_at_every_step(tin
     ]
     for name, ours, theirs in zip(parameters, *gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item(), msg=name)
+
+
+def test_a_forward_without_a_backward_leaves_nothing_behind(tiny_model, monkeypatch):
+    """Gradient checkpointing keeps what it needs for a replay that never comes, after an error say."""
+    model = tiny_model(num_mrp_layers=2).train()
+    model.gradient_checkpointing_enable()
+    clean, noisy, revealed = noisy_states(model, steps=2)
+    recorded, update = [], ContextRecorder.update
+
+    def watch(self, keys, values, *args, **kwargs):
+        recorded.extend(weakref.ref(tensor) for tensor in (keys, values) if tensor.requires_grad)
+        return update(self, keys, values, *args, **kwargs)
+
+    monkeypatch.setattr(ContextRecorder, "update", watch)
+    model(noisy, revealed_ids=revealed, clean_ids=clean)
+    gc.collect()
+    assert len(recorded) == 4 and not any(reference() is not None for reference in recorded)
 
 
 def test_a_dual_stream_reads_the_clean_prefix_and_its_own_block(tiny_model):

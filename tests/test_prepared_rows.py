@@ -1,12 +1,14 @@
 """Data sets that hold prepared rows already, such as those of `mrp trajectories`."""
 
 import logging
+from itertools import islice
 
 import pytest
 from datasets import Dataset
 
 from trainer.data import prepare_dataset
 from trainer.decode_evaluation import prompts_of
+from trainer.streams import EndlessStream
 
 
 def rows_of(*lengths, supervised=1):
@@ -61,13 +63,15 @@ def test_long_rows_of_a_stream_are_dropped_or_left_to_the_collator():
     assert prepare(dropped) is dropped
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_rows_without_anything_to_supervise_are_refused(streamed):
+def test_rows_without_anything_to_supervise_are_refused():
     rows = rows_of(8, 3, supervised=0)
     with pytest.raises(ValueError, match="no sample has anything to supervise"):
-        prepare(rows.to_iterable_dataset() if streamed else rows)
+        prepare(rows)
+    stream = prepare(rows.to_iterable_dataset())  # nobody has looked yet
+    with pytest.raises(ValueError, match="a stream without anything to supervise"):
+        list(islice(EndlessStream(stream), 3))
 
 
-def test_evaluations_decode_no_prompt_of_a_sample_without_an_answer():
-    row = {"input_ids": [5, 6, 7, 8, 9, 10], "answer_mask": [0, 0, 0, 0, 0, 1], "lengths": [3, 3]}
-    assert prompts_of([row], 4, 4) == [[8, 9]]
+def test_evaluations_decode_no_prompt_of_a_sample_that_has_none_or_no_answer():
+    row = {"input_ids": [5, 6, 7, 8, 9, 10, 11], "answer_mask": [0, 0, 0, 1, 0, 0, 1], "lengths": [3, 1, 3]}
+    assert prompts_of([row], 1, 4) == [[9, 10]]

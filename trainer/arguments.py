@@ -157,25 +157,35 @@ class MRPTrainingArguments(TrainingArguments):
         _at_least("decode_prompts", self.decode_prompts, 0)
         _at_least("decode_new_tokens", self.decode_new_tokens, 1)
         _one_of("reveal", self.reveal, REVEALS)
-        _one_of("divergence", self.divergence, DIVERGENCES)
-        if not 0 <= self.choice_weight < float("inf"):
-            raise ValueError(f"choice_weight must be at least 0, got {self.choice_weight}")
-        if self.divergence != "kl" and self.kl_temperature != 1:
-            raise ValueError(f"kl_temperature={self.kl_temperature} needs divergence: kl, got {self.divergence}")
-        _one_of("kl_backend", self.kl_backend, BACKENDS)
+        if (self.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError(
+                "gradient_checkpointing_kwargs: use_reentrant must be false: the other kind loses gradients where the "
+                "steps of a chain share the clean stream"
+            )
         if not self.reveal_counts:
             raise ValueError("reveal_counts must hold at least one number")
         for count in self.reveal_counts:
             _at_least("reveal_counts", count, 1)
         if not 0 < self.noise_eps < 1:
             raise ValueError(f"noise_eps must lie between 0 and 1, got {self.noise_eps}")
+        if self.remove_unused_columns:
+            raise ValueError("remove_unused_columns must be False: the collator needs columns the model does not take")
+        self._check_loss()
+
+    def _check_loss(self):
+        """The options of the loss."""
+        _one_of("divergence", self.divergence, DIVERGENCES)
+        if not 0 <= self.choice_weight < float("inf"):
+            raise ValueError(f"choice_weight must be at least 0, got {self.choice_weight}")
+        for name, unused in (("kl_temperature", 1), ("choice_weight", 0)):
+            if self.divergence != "kl" and getattr(self, name) != unused:
+                raise ValueError(f"{name}={getattr(self, name)} needs divergence: kl, got {self.divergence}")
+        _one_of("kl_backend", self.kl_backend, BACKENDS)
         _above_zero("kl_temperature", self.kl_temperature)
         if self.kl_chunk_rows != "auto":
             if not str(self.kl_chunk_rows).isdigit():
                 raise ValueError(f"kl_chunk_rows must be auto or a whole number, got {self.kl_chunk_rows!r}")
             _at_least("kl_chunk_rows", int(self.kl_chunk_rows), 1)
-        if self.remove_unused_columns:
-            raise ValueError("remove_unused_columns must be False: the collator needs columns the model does not take")
 
     def _fill_in(self):
         """The defaults that depend on other options."""
@@ -184,7 +194,6 @@ class MRPTrainingArguments(TrainingArguments):
         if self.per_device_eval_batch_size is None:
             self.per_device_eval_batch_size = self.per_device_train_batch_size
         if self.gradient_checkpointing and self.gradient_checkpointing_kwargs is None:
-            # the other kind cannot be, where a layer runs K times in a step and DDP waits for its gradient
             self.gradient_checkpointing_kwargs = {"use_reentrant": False}
         if isinstance(self.reveal_counts, int):
             self.reveal_counts = [self.reveal_counts]

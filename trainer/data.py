@@ -101,7 +101,8 @@ def prepare_dataset(
     columns, streamed = _columns(dataset), is_streamed(dataset)
     if set(ROW_COLUMNS) <= set(columns):
         rows = _fitting(dataset, sequence_length, long_samples)
-        _require_answers(rows)
+        if not streamed:  # a look would fill the buffer of a shuffled stream: EndlessStream finds out as it goes
+            _require_answers(rows)
         return rows
     sequence_length = sequence_length or 1024
     tokenize = partial(

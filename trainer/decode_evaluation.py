@@ -25,10 +25,10 @@ def prompts_of(rows, count: int, block_size: int) -> list[list[int]]:
                 return prompts
             ids, mask = (row[column][start : start + length] for column in ("input_ids", "answer_mask"))
             start += length
-            if any(mask):
-                prompt = list(mask).index(1) or min(2 * block_size, length - 1)
+            prompt = (list(mask).index(1) or min(2 * block_size, length - 1)) if any(mask) else 0
+            if prompt:
                 prompts.append(list(ids)[:prompt])
-    return [prompt for prompt in prompts if prompt]
+    return prompts
 
 
 def left_padded(prompts: list[list[int]], model) -> dict[str, torch.Tensor]:

@@ -51,7 +51,7 @@ class Choice(NamedTuple):
         return Choice(*(field[rows] for field in self))
 
 
-RowFunction = Callable[[Tensor, Tensor, Tensor, float, bool, Choice | None, int], None]
+RowFunction = Callable[[Tensor, Tensor, Tensor, float, bool, Choice | None, int | None], None]
 
 
 def linear_kl(
@@ -232,28 +232,44 @@ def kl_rows_reference(
         d = delta[tile].to(kl.dtype)  # itself unless narrower
         z = teacher[tile].to(kl.dtype, copy=choice is not None)
         if choice is not None:
-            *found, gradient = _choice_tile(z, d, mask_token_id)
+            found, gradient = _choice_tile(z, d, mask_token_id, write_gradient)
             for field, value in zip(choice.rows(tile), found, strict=True):
                 field.copy_(value)
-            teacher[tile].copy_(gradient)
-            del gradient
+            if write_gradient:
+                teacher[tile].copy_(gradient)
+            del gradient  # before the KL takes its buffers
         kl[tile] = _kl_tile(z, d, temperature) * temperature**2
         if write_gradient:
             delta[tile].copy_(d)
 
 
-def _choice_tile(z: Tensor, d: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Choice` [R] of logits as `_kl_tile` takes them, and d log_prob / d (z + d) [R, V]."""
+def _choice_tile(
+    z: Tensor, d: Tensor, mask_token_id: int, write_gradient: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """The fields of `Choice` [R] of logits as `_kl_tile` takes them, and d log_prob / d (z + d) [R, V] if wanted."""
     logits = z.clone()
     logits[:, mask_token_id] = -torch.inf
-    peak, token = logits.max(-1, keepdim=True)
-    score = peak - logits.logsumexp(-1, keepdim=True)
+    buffer = torch.empty_like(logits)
+    token, score = _normalise(logits, buffer)
     log_q = logits.add_(d)
-    log_q.sub_(log_q.logsumexp(-1, keepdim=True))
+    _normalise(log_q, buffer)
     log_prob = log_q.gather(1, token)
-    gradient = log_q.exp_().neg_()
-    gradient.scatter_add_(1, token, torch.ones_like(log_prob))
-    return token[:, 0], score[:, 0], log_prob[:, 0], gradient
+    found = token[:, 0], score[:, 0], log_prob[:, 0]
+    if not write_gradient:
+        return found, None
+    return found, log_q.exp_().neg_().scatter_(1, token, -log_prob.expm1())
+
+
+def _normalise(logits: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """Make logits [R, V] log-probabilities in place; the likeliest token and its own, both [R, 1].
+
+    The peak stays out of the sum: the odds of a token that is nearly certain are those of all others.
+    """
+    peak, token = logits.max(-1, keepdim=True)
+    rest = torch.exp(logits.sub_(peak), out=buffer).scatter_(1, token, 0.0).sum(-1, keepdim=True)
+    log_prob = rest.log1p().neg_()
+    logits.add_(log_prob)
+    return token, log_prob
 
 
 def _kl_tile(z: Tensor, d: Tensor, temperature: float) -> Tensor:

@@ -64,6 +64,19 @@ def kl_rows_triton(
 if HAS_TRITON:
 
     @triton.jit
+    def _add_but_the_peak(x, index, here, at, peak, rest):
+        """The peak of all so far and the sum of exp(x - peak) over all others, with a block whose peak is `here`."""
+        higher = here > peak
+        new_peak = tl.where(higher, here, peak)
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        block = tl.sum(tl.where(index == tl.where(higher, at, -1), 0.0, tl.exp(x - base)), axis=0)
+        return new_peak, block + tl.where(higher, (rest + 1) * tl.exp(peak - base), rest)
+
+    @triton.jit
+    def _log1p(x):
+        return tl.where(x < 0.01, x * (1 - x * (0.5 - x * (1 / 3 - x / 4))), tl.log(1 + x))
+
+    @triton.jit
     def _kl_rows_kernel(
         teacher_ptr,
         delta_ptr,
@@ -92,13 +105,14 @@ if HAS_TRITON:
         s_peak = tl.full((), NEG_INF, tl.float32)
         b_sum = tl.full((), 0.0, tl.float32)
         s_sum = tl.full((), 0.0, tl.float32)
-        # Of the choice, without the mask token and at temperature 1: the teacher (c) and the student (q).
+        # Of the choice, without the mask token and at temperature 1: the teacher (c) and the student (q). Peaks stay
+        # out of the sums: the odds of a token that is nearly certain are those of all others.
         token = tl.full((), 0, tl.int32)
         q_of_token = tl.full((), 0.0, tl.float32)
         c_peak = tl.full((), NEG_INF, tl.float32)
         q_peak = tl.full((), NEG_INF, tl.float32)
-        c_sum = tl.full((), 0.0, tl.float32)
-        q_sum = tl.full((), 0.0, tl.float32)
+        c_rest = tl.full((), 0.0, tl.float32)
+        q_rest = tl.full((), 0.0, tl.float32)
         for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab_size
@@ -123,22 +137,20 @@ if HAS_TRITON:
                 q_here = tl.sum(tl.where(columns == start + at, q, 0.0), axis=0)
                 q_of_token = tl.where(here > c_peak, q_here, q_of_token)
                 token = tl.where(here > c_peak, start + at, token)
-                new_c_peak = tl.maximum(c_peak, here)
-                c_base = tl.where(new_c_peak == NEG_INF, 0.0, new_c_peak)
-                c_sum = c_sum * tl.exp(c_peak - c_base) + tl.sum(tl.exp(c - c_base), axis=0)
-                new_q_peak = tl.maximum(q_peak, tl.max(q, axis=0))
-                q_base = tl.where(new_q_peak == NEG_INF, 0.0, new_q_peak)
-                q_sum = q_sum * tl.exp(q_peak - q_base) + tl.sum(tl.exp(q - q_base), axis=0)
-                c_peak = new_c_peak
-                q_peak = new_q_peak
+                c_peak, c_rest = _add_but_the_peak(c, columns - start, here, at, c_peak, c_rest)
+                here, at = tl.max(q, axis=0, return_indices=True)
+                q_peak, q_rest = _add_but_the_peak(q, columns - start, here, at, q_peak, q_rest)
         b_peak = tl.where(b_peak == NEG_INF, 0.0, b_peak)
         b_lse = tl.where(b_sum == 0.0, 0.0, tl.log(b_sum))
         lse_change = tl.where(s_sum == 0.0, 0.0, s_peak + tl.log(s_sum) - b_lse)
         if CHOOSE:
-            q_lse = q_peak + tl.log(q_sum)
+            log_q_sum = _log1p(q_rest)
+            log_prob = (q_of_token - q_peak) - log_q_sum
+            # 1 - exp(log_prob), of a series where that would cancel
+            doubt = tl.where(log_prob > -0.01, -log_prob * (1 + log_prob * (0.5 + log_prob / 6)), 1 - tl.exp(log_prob))
             tl.store(token_ptr + row, token)
-            tl.store(score_ptr + row, -tl.log(c_sum))  # the token's own logit is the peak
-            tl.store(log_prob_ptr + row, q_of_token - q_lse)
+            tl.store(score_ptr + row, -_log1p(c_rest))  # the token's own logit is the peak
+            tl.store(log_prob_ptr + row, log_prob)
 
         # Pass 2: the loss, and the gradients in place of delta and, for the choice, of the teacher.
         kl = tl.full((), 0.0, tl.float32)
@@ -165,6 +177,6 @@ if HAS_TRITON:
                 tl.store(delta_ptr + columns, gradient.to(delta_ptr.dtype.element_ty), mask=inside)
                 if CHOOSE:
                     q = tl.where(columns == mask_token_id, NEG_INF, raw_b) + raw_d
-                    gradient = tl.where(columns == token, 1.0, 0.0) - tl.exp(q - q_lse)
+                    gradient = tl.where(columns == token, doubt, -tl.exp((q - q_peak) - log_q_sum))
                     tl.store(teacher_ptr + columns, gradient.to(teacher_ptr.dtype.element_ty), mask=inside)
         tl.store(kl_ptr + row, kl / (inverse_temperature * inverse_temperature))

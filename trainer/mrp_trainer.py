@@ -202,19 +202,17 @@ class MRPTrainer(HeadCheckpoints):
 
     def _divergence(self, *hidden: Tensor) -> tuple[Tensor, Choice | None]:
         """The divergence at each position, [N], and the teacher's choice where it has a weight."""
-        args, choice = self.args, None
+        args = self.args
+        if args.divergence == "total_variation":
+            return linear_total_variation(*hidden), None
         options = {
             "temperature": args.kl_temperature,
             "chunk_rows": self._chunk_rows(),
             "backend": args.kl_backend,
         }
         if args.choice_weight:
-            losses, choice = linear_kl_and_choice(*hidden, self.model.config.mask_token_id, **options)
-        elif args.divergence == "kl":
-            losses = linear_kl(*hidden, **options)
-        if args.divergence == "total_variation":
-            losses = linear_total_variation(*hidden)
-        return losses, choice
+            return linear_kl_and_choice(*hidden, self.model.config.mask_token_id, **options)
+        return linear_kl(*hidden, **options), None
 
     def _get_num_items_in_batch(self, batch_samples: list[dict], device) -> Tensor | None:
         """The normaliser [K] of one optimizer step: all its batches, all ranks."""

@@ -16,7 +16,7 @@ class EndlessStream(torch.utils.data.IterableDataset):
         rows: a `datasets.IterableDataset` of prepared rows, see data.py.
 
     Raises:
-        ValueError: when a pass has no row.
+        ValueError: when a pass has no row, or none with an answer.
     """
 
     def __init__(self, rows):
@@ -29,8 +29,11 @@ class EndlessStream(torch.utils.data.IterableDataset):
             return
         for epoch in count():
             self.rows.set_epoch(epoch)
-            row = None
+            row, answers = None, False
             for row in self.rows:
+                answers = answers or any(row["answer_mask"])
                 yield {**row, "epoch": epoch}
             if row is None:
                 raise ValueError("train_dataset is a stream without a row: check its source and filters")
+            if not answers:
+                raise ValueError("train_dataset is a stream without anything to supervise: check its answer_mask")

@@ -10,12 +10,12 @@ class ContextRecorder(Cache):
     def __init__(self, length: int):
         super().__init__(layers=[])
         self.length = length
-        self.recorded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.recorded: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = {}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Keys and values [R, heads, L, d] of a layer, as they are."""
-        context = key_states[:, :, -self.length :], value_states[:, :, -self.length :]
-        self.recorded.setdefault(layer_idx, context)  # gradient checkpointing comes by twice
+        if self.recorded is not None:
+            self.recorded[layer_idx] = key_states[:, :, -self.length :], value_states[:, :, -self.length :]
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -32,6 +32,8 @@ class Context(Cache):
     def __init__(self, recorder: ContextRecorder):
         super().__init__(layers=[])
         self.recorded, self.length = recorder.recorded, recorder.length
+        # gradient checkpointing comes by the recorder again, and until then would keep what it holds in a cycle
+        recorder.recorded = None
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Keys and values [R * S, heads, length + L, d] of a layer; nothing of the streams is kept."""

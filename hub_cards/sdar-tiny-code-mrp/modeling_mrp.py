@@ -260,8 +260,9 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
         if clean is not None:
             hidden, cache = self._head_with_clean_stream(states[0], hidden, clean, positions, join([own, context]))
             accumulated.append(hidden)
-        mask = self.attention_mask(own, None if clean is None else join([context, own]))
-        for state in states[len(accumulated) :]:
+            states = states[1:]
+        mask = self.attention_mask(own, None if clean is None else join([context, own])) if states else None
+        for state in states:
             hidden = self.corrected_hidden_states(state, hidden, positions, mask, cache)
             accumulated.append(hidden)
         return torch.stack(accumulated, dim=1)
