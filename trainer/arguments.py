@@ -157,7 +157,9 @@ class MRPTrainingArguments(TrainingArguments):
         _at_least("decode_prompts", self.decode_prompts, 0)
         _at_least("decode_new_tokens", self.decode_new_tokens, 1)
         _one_of("reveal", self.reveal, REVEALS)
-        if (self.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        if self.gradient_checkpointing_kwargs and self.gradient_checkpointing_kwargs.setdefault(
+            "use_reentrant", False
+        ):
             raise ValueError(
                 "gradient_checkpointing_kwargs: use_reentrant must be false: the other kind loses gradients where the "
                 "steps of a chain share the clean stream"

@@ -73,6 +73,16 @@ if HAS_TRITON:
         return new_peak, block + tl.where(higher, (rest + 1) * tl.exp(peak - base), rest)
 
     @triton.jit
+    def _logits(teacher_ptr, delta_ptr, columns, inside):
+        """Of the teacher, and the differences of the student; -inf and 0 outside the vocabulary."""
+        teacher = tl.load(teacher_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        return teacher, tl.load(delta_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+
+    @triton.jit
+    def _one_minus_exp(x):
+        return tl.where(x > -0.01, -x * (1 + x * (0.5 + x / 6)), 1 - tl.exp(x))
+
+    @triton.jit
     def _log1p(x):
         return tl.where(x < 0.01, x * (1 - x * (0.5 - x * (1 / 3 - x / 4))), tl.log(1 + x))
 
@@ -116,8 +126,7 @@ if HAS_TRITON:
         for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab_size
-            raw_b = tl.load(teacher_ptr + columns, mask=inside, other=NEG_INF).to(tl.float32)
-            raw_d = tl.load(delta_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            raw_b, raw_d = _logits(teacher_ptr, delta_ptr, columns, inside)
             b = raw_b * inverse_temperature
             d = raw_d * inverse_temperature
             new_b_peak = tl.maximum(b_peak, tl.max(b, axis=0))
@@ -146,8 +155,7 @@ if HAS_TRITON:
         if CHOOSE:
             log_q_sum = _log1p(q_rest)
             log_prob = (q_of_token - q_peak) - log_q_sum
-            # 1 - exp(log_prob), of a series where that would cancel
-            doubt = tl.where(log_prob > -0.01, -log_prob * (1 + log_prob * (0.5 + log_prob / 6)), 1 - tl.exp(log_prob))
+            doubt = _one_minus_exp(log_prob)
             tl.store(token_ptr + row, token)
             tl.store(score_ptr + row, -_log1p(c_rest))  # the token's own logit is the peak
             tl.store(log_prob_ptr + row, log_prob)
@@ -157,8 +165,7 @@ if HAS_TRITON:
         for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab_size
-            raw_b = tl.load(teacher_ptr + columns, mask=inside, other=NEG_INF).to(tl.float32)
-            raw_d = tl.load(delta_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            raw_b, raw_d = _logits(teacher_ptr, delta_ptr, columns, inside)
             b = raw_b * inverse_temperature
             d = raw_d * inverse_temperature
             log_p = (b - b_peak) - b_lse

@@ -173,7 +173,7 @@ class MRPTrainer(HeadCheckpoints):
         with self.accelerator.autocast():  # accelerate wraps the model in it, but not under FSDP2
             out = model(**{name: inputs[name] for name in MODEL_INPUTS}, logits_to_keep=NO_LOGITS, teacher=True)
         weight = inputs["loss_weight"]  # [R, K, L]
-        supervised = weight > 0
+        supervised = (weight > 0).nonzero(as_tuple=True)  # once: it waits for the device
         losses = self._losses(out, supervised, inputs, lm_head) * weight[supervised]
         if self._wants_metrics():
             self._metrics += measure_head(
@@ -186,16 +186,16 @@ class MRPTrainer(HeadCheckpoints):
                 self.model.config.mask_token_id,
             )
         # not by index_add, whose order of adding is another every time on a GPU
-        return torch.zeros_like(weight).masked_scatter(supervised, losses.to(weight.dtype)).sum((0, 2)), out
+        return torch.zeros_like(weight).index_put(supervised, losses.to(weight.dtype)).sum((0, 2)), out
 
-    def _losses(self, out, supervised: Tensor, inputs: dict, lm_head: Tensor) -> Tensor:
-        """The objective at each supervised position, [N]; `supervised` [R, K, L]."""
+    def _losses(self, out, supervised: tuple[Tensor, ...], inputs: dict, lm_head: Tensor) -> Tensor:
+        """The objective at each of N supervised positions, [N]; `supervised` holds row, step and position of each."""
         hidden = out.corrected_hidden_states[supervised], out.revealed_hidden_states[supervised], lm_head
         losses, choice = self._divergence(*hidden)
         if choice is not None:
-            row, step, position = supervised.nonzero(as_tuple=True)
+            row, step, position = supervised
             block_ids = inputs["block_ids"]
-            block = (row * supervised.shape[1] + step) * (block_ids.max() + 1) + block_ids[row, position]
+            block = (row * inputs["loss_weight"].shape[1] + step) * (block_ids.max() + 1) + block_ids[row, position]
             chosen = chosen_positions(block, choice.score)
             losses = losses + self.args.choice_weight * chosen_position_loss(choice.log_prob, block, chosen)
         return losses

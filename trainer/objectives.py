@@ -73,12 +73,10 @@ def chosen_position_loss(log_prob: Tensor, block: Tensor, chosen: Tensor) -> Ten
         block: int64 [N], unique over everything passed.
         chosen: bool [N], one per block.
     """
-    number = torch.unique(block, return_inverse=True)[1]
-    blocks = int(number.max()) + 1 if len(number) else 0
+    _, number, masked = torch.unique(block, return_inverse=True, return_counts=True)
     log_prob = log_prob.clamp(max=-1e-6)  # beyond it float32 knows no odds
     odds = log_prob - torch.log(-torch.expm1(log_prob))
-    peak = odds.detach().new_full((blocks,), -torch.inf).scatter_reduce(0, number, odds.detach(), "amax")
-    total = odds.new_zeros(blocks).index_add(0, number, (odds - peak[number]).exp())
-    masked = torch.bincount(number, minlength=blocks)
+    peak = odds.detach().new_full((len(masked),), -torch.inf).scatter_reduce(0, number, odds.detach(), "amax")
+    total = odds.new_zeros(len(masked)).index_add(0, number, (odds - peak[number]).exp())
     cross_entropy = (total.log() + peak)[number] - odds - log_prob
     return torch.where(chosen, cross_entropy * masked[number], 0.0)

@@ -248,7 +248,7 @@ class MRPGenerationMixin(GenerationMixin):
 
 @contextmanager
 def _in_eval_mode(model):
-    """No dropout in a draft, and no gradient checkpointing, which would take the cache from the head."""
+    """No dropout in a draft, and no gradient checkpointing, which takes the cache from layers."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

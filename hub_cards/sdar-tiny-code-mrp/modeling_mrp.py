@@ -212,8 +212,8 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
             output.revealed_hidden_states = hidden[:, 1:]
         if revealed_ids is not None:
             clean = None if clean_ids is None else (clean_ids, clean_hidden)
-            tokens = stream(1), stream(CLEAN)
-            corrected = self._unroll_head(revealed_ids.unbind(1), hidden[:, 0], clean, positions, *tokens)
+            states = revealed_ids.unbind(1)
+            corrected = self._unroll_head(states, hidden[:, 0], clean, positions, stream(1), stream(CLEAN))
             output.corrected_hidden_states = corrected
             output.corrected_logits = self.logits(corrected[:, :, keep])
         return output
@@ -268,7 +268,11 @@ class MRPForDiffusionLM(Qwen3PreTrainedModel, MRPGenerationMixin):
         return torch.stack(accumulated, dim=1)
 
     def _head_with_clean_stream(self, state, hidden, clean, positions, tokens: Tokens):
-        """acc_1, and the clean stream as the head's layers saw it, for the later steps: it never changes."""
+        """acc_1, and the clean stream as the head's layers saw it, for the later steps: it never changes.
+
+        In one forward: the last layer's output on the clean stream alone would get no gradient, and FSDP gathers the
+        weights of a layer when one arrives there.
+        """
         clean_ids, clean_hidden = clean
         length = hidden.shape[1]
         recorder = ContextRecorder(length)

@@ -40,7 +40,7 @@ class Context(Cache):
         recorded = self.recorded[layer_idx]
         streams = len(key_states) // len(recorded[0])
         return tuple(
-            torch.cat([context.repeat_interleave(streams, dim=0), own], dim=2)
+            torch.cat([context[:, None].expand(-1, streams, -1, -1, -1).flatten(0, 1), own], dim=2)
             for context, own in zip(recorded, (key_states, value_states), strict=True)
         )
 
