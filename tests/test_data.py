@@ -244,6 +244,8 @@ def test_file_of_another_kind_and_missing_split_are_refused(tmp_path):
     (tmp_path / "data.csv").write_text("text\none\n")
     with pytest.raises(ValueError, match=r"\.jsonl"):
         load_source(tmp_path / "data.csv")
+    with pytest.raises(ValueError, match="there is no data file .*missing.jsonl"):
+        load_source(tmp_path / "missing.jsonl")
 
 
 def test_tokenization_is_found_again_in_the_cache_until_something_that_shapes_it_changes(tokenizer, tmp_path):

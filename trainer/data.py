@@ -41,8 +41,8 @@ def load_source(source, *, name: str | None = None, split: str = "train", stream
         streaming: read as it is used instead of at once.
 
     Raises:
-        ValueError: for several sources, a file of another kind, a split that is not there, or a folder that cannot be
-            streamed.
+        ValueError: for several sources, a file that is missing or of another kind, a split that is not there, or a
+            folder that cannot be streamed.
     """
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"expected one file, folder or Hub id, got {source!r}: put several files into one folder")
@@ -51,6 +51,8 @@ def load_source(source, *, name: str | None = None, split: str = "train", stream
         if path.suffix not in FILE_FORMATS:
             raise ValueError(f"data file {path} must end in one of {', '.join(FILE_FORMATS)}")
         return load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), split="train", streaming=streaming)
+    if path.suffix in FILE_FORMATS and not path.exists():  # no id looks so: nobody is to wait for the Hub's answer
+        raise ValueError(f"there is no data file {path}")
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         dataset = load_from_disk(str(path))
         if not isinstance(dataset, Dataset):

@@ -36,7 +36,10 @@ def fetch(source, revision: str | None = None) -> tuple[Path, str | None]:
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=READ_PATTERNS))
     except (OSError, ValueError) as error:  # of the network, of the Hub, of the form of the id
         reason = str(error).strip().splitlines()[0]
-        raise OSError(f"{source} is no folder here and cannot be fetched from the Hub: {reason}") from error
+        embedded = " or ".join(sorted(path.parent.name for path in EMBEDDED.glob("*/config.json")))
+        raise OSError(
+            f"{source} is no folder here and cannot be fetched from the Hub: {reason} (embedded: {embedded})"
+        ) from error
     return folder, folder.name
 
 
