@@ -77,6 +77,12 @@ def test_what_only_the_kl_knows_is_refused_with_another_divergence(option):
         parse_arguments(["--divergence", "total_variation", *option])
 
 
+@pytest.mark.parametrize("given", [[], ["--gradient_checkpointing_kwargs", '{"preserve_rng_state": false}']])
+def test_checkpointing_is_of_the_kind_that_keeps_gradients_unless_said(given):
+    _, _, training = parse_arguments(["--gradient_checkpointing", "true", *given])
+    assert training.gradient_checkpointing_kwargs["use_reentrant"] is False
+
+
 def test_config_that_is_missing_broken_or_no_mapping_is_refused(config, tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         parse_arguments([str(tmp_path / "none.yaml")])
