@@ -5,7 +5,7 @@ import sys
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-from trainer.train import train
+from trainer.train import part, train
 
 prepare = PartialState.__init__
 
@@ -21,4 +21,4 @@ if __name__ == "__main__":
     PartialState.__init__ = as_on_gpus
     for config in sys.argv[1:]:
         train([config])
-    PartialState().destroy_process_group()
+    part()

@@ -138,8 +138,10 @@ def test_two_processes_equal_one_with_twice_the_batch(project, tmp_path, accumul
 def test_processes_part_before_they_end(project):
     """Else gloo may abort one after all is done and saved: its threads outlive the interpreter."""
     code = (
-        "import sys, torch.distributed as dist; from trainer.train import main\n"
-        "main(sys.argv[1:]); assert not dist.is_initialized()"
+        "import sys, torch.distributed as dist; from pathlib import Path; from trainer.train import main\n"
+        "main(sys.argv[1:]); assert not dist.is_initialized()\n"
+        "threads = [task.read_text() for task in Path('/proc/self/task').glob('*/comm')]\n"
+        "assert not [name for name in threads if 'gloo_runloop' in name], threads"
     )
     config = project(max_steps=1, ddp_backend="gloo")
     run(*ON_TWO[:-2], "--no-python", sys.executable, "-c", code, config)

@@ -1,9 +1,11 @@
 """`mrp train`: from one YAML to a trained head. On several devices: `torchrun ... -m trainer.train CONFIG.yaml`."""
 
+import gc
 import logging
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -27,10 +29,18 @@ logger = logging.getLogger("trainer.train")  # not by __name__: torchrun calls i
 
 
 def main(argv: list[str]) -> int:
-    """`train`, and the end of what the processes had in common: threads of gloo abort one that ends before them."""
+    """`train`, and the end of what the processes had in common."""
     status = train(argv)
-    PartialState().destroy_process_group()
+    part()
     return status
+
+
+def part():
+    """Leave the other processes; gloo's threads would abort one that ends while they still hold a tensor."""
+    if dist.is_initialized():
+        gc.collect()  # the trainer's cycles hold groups, whose threads end with the last that holds them
+        PartialState().destroy_process_group()
+        time.sleep(1.0)  # FSDP's caches keep its groups alive: their threads need a moment to let go
 
 
 def train(argv: list[str]) -> int:
