@@ -5,7 +5,7 @@ import sys
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-from trainer.train import part, train
+from mrp_trainer.train import part, train
 
 prepare = PartialState.__init__
 

@@ -16,8 +16,8 @@ from conftest import NUMBERS
 from train_runs import ENVIRONMENT, ROOT, head, logs, write_data
 
 from modeling_mrp import MRPForDiffusionLM
-from trainer.head_files import load_head
-from trainer.train import main
+from mrp_trainer.checkpoints.head_files import load_head
+from mrp_trainer.train import main
 
 CONFIGS = ROOT / "hub_cards" / "recipes"
 EXPECTED = {"accelerate-ddp": DistributedType.MULTI_GPU, "accelerate-fsdp2": DistributedType.FSDP}
@@ -74,7 +74,7 @@ def test_two_processes_of_the_ddp_config_train_one_head(config, tmp_path):
     """The config as it is, on the CPU: two processes with a row each take the steps of one process with two rows."""
     main([config("one", per_device_train_batch_size=2, optim="sgd")])
     two = config("two", per_device_train_batch_size=1, optim="sgd", ddp_backend="gloo")
-    done = launch_two("accelerate-ddp.yaml", "-m", "trainer.train", two)
+    done = launch_two("accelerate-ddp.yaml", "-m", "mrp_trainer.train", two)
     assert done.returncode == 0, done.stderr
     start = MRPForDiffusionLM.from_backbone(tmp_path / "base-0", 1).mrp_head.state_dict()
     one, two = head(tmp_path / "one"), head(tmp_path / "two")

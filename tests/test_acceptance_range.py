@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
-from trainer.decode_evaluation import acceptance_range, accepted_per_verification, decode_figures
-from trainer.head_files import load_head, save_head
-from trainer.hub import convert
-from trainer.train import main as train
-from trainer.verify import main as verify
+from mrp_trainer.checkpoints.convert import convert
+from mrp_trainer.checkpoints.head_files import load_head, save_head
+from mrp_trainer.evaluation.acceptance import acceptance_range, accepted_per_verification, decode_figures
+from mrp_trainer.evaluation.verify import main as verify
+from mrp_trainer.train import main as train
 
 PROMPTS = [[5, 6, 7], [9, 8], [10, 11, 12, 13, 14, 15], [7, 7], [6, 10, 4, 17]]
 RECORD = {"mrp_steps": 4, "low": 0.25, "high": 1.5}

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from trainer.arguments import (
+from mrp_trainer.arguments import (
     ARGUMENTS,
     DataArguments,
     ModelArguments,

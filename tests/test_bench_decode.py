@@ -5,10 +5,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp.step_rules import STRATEGIES, StepRule
-from trainer import bench_decode as bench
-from trainer.bench_timing import StageClock, interleaved, median_ratio
-from trainer.cli import main as mrp
-from trainer.plain_sdar_loop import plain_sdar_loop
+from mrp_trainer.benchmarks import decode as bench
+from mrp_trainer.benchmarks.plain_sdar_loop import plain_sdar_loop
+from mrp_trainer.benchmarks.timing import StageClock, interleaved, median_ratio
+from mrp_trainer.commands.cli import main as mrp
 
 PROMPTS = [[7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17, 18, 19, 20, 21, 22], [5, 6, 23, 24]]
 CPU = torch.device("cpu")

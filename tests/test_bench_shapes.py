@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from trainer import bench_shapes as bench
-from trainer.cli import main as mrp
-from trainer.step_costs import Costs, expected_block_cost, forwards_saved, interpolate
+from mrp_trainer.benchmarks import shapes as bench
+from mrp_trainer.benchmarks.step_costs import Costs, expected_block_cost, forwards_saved, interpolate
+from mrp_trainer.commands.cli import main as mrp
 
 CPU = torch.device("cpu")
 TINY = bench.Shape(4, 32, 64, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=61)

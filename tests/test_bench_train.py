@@ -4,9 +4,9 @@ import pytest
 import torch
 from datasets import Dataset
 
-from trainer import MRPTrainer, MRPTrainingArguments
-from trainer import bench_train as bench
-from trainer.cli import main as mrp
+from mrp_trainer import MRPTrainer, MRPTrainingArguments
+from mrp_trainer.benchmarks import train as bench
+from mrp_trainer.commands.cli import main as mrp
 
 ROWS, LENGTH, K = 3, 16, 2
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from datasets import Dataset
 
-from trainer.chats import chat_samples, without_nulls
-from trainer.data import prepare_dataset
-from trainer.decode_evaluation import prompts_of
+from mrp_trainer.data.chats import chat_samples, without_nulls
+from mrp_trainer.data.rows import prepare_dataset
+from mrp_trainer.evaluation.acceptance import prompts_of
 
 CHAT = (
     "{% for t in tools or [] %}{{ t['name'] }} {{ t['parameters'] | join(' ') }} . {% endfor %}"

@@ -7,13 +7,22 @@ import statistics
 import pytest
 import torch
 
-from trainer.claim_rules import CLAIMS, FAILS, HOLDS, IN_PART, NO_FULL_HEAD, NO_HEAD, NOT_MEASURED, Scale
-from trainer.claims import Decoded, check_claims, judge, kl_by_distance, modes_of, replay
-from trainer.claims_command import _data, _parser
-from trainer.cli import main
-from trainer.evaluation import Settings, decode_batch
-from trainer.head_files import save_head
-from trainer.head_probe import kl_by_depth
+from mrp_trainer.checkpoints.head_files import save_head
+from mrp_trainer.commands.claims import _data, _parser
+from mrp_trainer.commands.cli import main
+from mrp_trainer.evaluation.claim_rules import (
+    CLAIMS,
+    FAILS,
+    HOLDS,
+    IN_PART,
+    NO_FULL_HEAD,
+    NO_HEAD,
+    NOT_MEASURED,
+    Scale,
+)
+from mrp_trainer.evaluation.claims import Decoded, check_claims, judge, kl_by_distance, modes_of, replay
+from mrp_trainer.evaluation.head_probe import kl_by_depth
+from mrp_trainer.evaluation.runs import Settings, decode_batch
 
 PROMPTS = [[5, 9, 12], [7, 30, 8, 41, 6, 22, 13]]
 ROWS = [{"prompt": f"what is {word} ?", "answer": word} for word in ("one", "two", "three")]
@@ -317,7 +326,7 @@ def test_a_full_head_is_measured_on_the_same_states(folder, capsys, tiny_model):
     full = tiny_model(vocab_size=20, block_size=8, mrp_residual=False)
     from transformers import AutoTokenizer
 
-    from trainer.evaluation import prompt_ids
+    from mrp_trainer.evaluation.runs import prompt_ids
 
     tokenizer = AutoTokenizer.from_pretrained("model", trust_remote_code=False, config=full.config)
     prompts = [prompt_ids(tokenizer, one) for one in ROWS]
@@ -361,7 +370,7 @@ def test_bad_arguments_end_with_one_line(folder, capsys, tiny_model, arguments, 
 
 
 def test_an_embedded_checkpoint_brings_its_held_out_samples_and_its_scorer():
-    from hub_cards.tiny_tasks import TASKS
+    from hub_cards.tasks.tasks import TASKS
 
     task = TASKS["words"]
     arguments = _parser().parse_args(["sdar-tiny-mrp", "--prompts", "3"])

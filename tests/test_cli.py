@@ -13,9 +13,10 @@ from local_hub import LocalHub
 from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForDiffusionLM
-from trainer import cli
-from trainer.cli import BENCHMARKS, COMMANDS, main
-from trainer.hub import convert, save_head
+from mrp_trainer.checkpoints.convert import convert
+from mrp_trainer.checkpoints.head_files import save_head
+from mrp_trainer.commands import cli
+from mrp_trainer.commands.cli import BENCHMARKS, COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 BLOCK4 = ROOT / "tests" / "golden" / "block4"
@@ -50,7 +51,7 @@ def expect_error(capsys, *argv) -> str:
 
 
 def test_help_lists_every_command_and_answers_without_loading_transformers():
-    code = "import sys; from trainer.cli import main; main(['--help']); assert 'transformers' not in sys.modules"
+    code = "import sys; from mrp_trainer.commands import cli; cli.main(['--help']); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(f"  {name} " in done.stdout and summary in done.stdout for name, (_, _, summary) in COMMANDS.items())
@@ -184,7 +185,15 @@ def test_generate_puts_a_trained_head_on_its_backbone(capsys, tmp_path, tiny_mod
 def test_push_uploads_from_the_command_line(tmp_path):
     convert(BLOCK4, tmp_path / "out")
     with LocalHub() as hub:
-        command = [sys.executable, "-m", "trainer.cli", "push", str(tmp_path / "out"), "org/mine", "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "mrp_trainer.commands.cli",
+            "push",
+            str(tmp_path / "out"),
+            "org/mine",
+            "--json",
+        ]
         environment = {**os.environ, **hub.environment(tmp_path / "cache")}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-from trainer.console import describe
+from mrp_trainer.console import describe
 
 TRAINING = {
     "loss": 0.0612,

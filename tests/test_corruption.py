@@ -2,7 +2,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.corruption import (
+from mrp_trainer.data.corruption import (
     draw_noise,
     draw_reveals,
     draw_visit,

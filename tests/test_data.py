@@ -5,9 +5,9 @@ import pytest
 import torch
 from datasets import Dataset
 
-from trainer.chats import chat_samples
-from trainer.collator import MRPCollator
-from trainer.data import load_source, pack, prepare_dataset
+from mrp_trainer.data.chats import chat_samples
+from mrp_trainer.data.collator import MRPCollator
+from mrp_trainer.data.rows import load_source, pack, prepare_dataset
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} [EOS] {% endfor %}"

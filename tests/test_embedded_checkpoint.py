@@ -5,11 +5,11 @@ import torch
 from plain_loop import plain_decode
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from hub_cards.remote_code import code_files, embedded_checkpoints
-from hub_cards.tiny_tasks import TASKS
-from hub_cards.word_problems import problems
-from trainer.demo import main, run_demo, task_of
-from trainer.modes import mode_options
+from hub_cards.build.remote_code import code_files, embedded_checkpoints
+from hub_cards.tasks.tasks import TASKS
+from hub_cards.tasks.word_problems import problems
+from mrp_trainer.commands.demo import main, run_demo, task_of
+from mrp_trainer.evaluation.modes import mode_options
 
 TASK = TASKS["words"]
 FOLDER = TASK.folder
@@ -46,7 +46,7 @@ def new_tokens(model, inputs, **options):
 @pytest.mark.parametrize("folder", embedded_checkpoints(), ids=lambda folder: folder.name)
 def test_folder_is_complete_small_and_carries_the_present_code(folder):
     for name, text in code_files().items():
-        stale = "run: python -m hub_cards.remote_code"
+        stale = "run: python -m hub_cards.build.remote_code"
         assert (folder / name).is_file() and (folder / name).read_text(encoding="utf-8") == text, stale
     names = {file.name for file in folder.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
@@ -145,7 +145,7 @@ def test_demo_answers_a_prompt_of_the_users(capsys):
 
 def test_demo_prints_its_table_without_accuracies_where_none_exist(capsys, monkeypatch):
     monkeypatch.setattr(type(TASK), "right_when", None)
-    monkeypatch.setattr("trainer.demo.MODES", ("static", "spec-2"))
+    monkeypatch.setattr("mrp_trainer.commands.demo.MODES", ("static", "spec-2"))
     main(["--samples", "2"])
     printed = capsys.readouterr().out
     assert "accuracy" not in printed and "spec-2" in printed and "100.0%" in printed

@@ -12,14 +12,14 @@ from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.options import DecodingOptions
-from trainer.cli import main
-from trainer.collator import MRPCollator
-from trainer.evaluation import RevealTrace, Settings, decode_batch, evaluate, load_rows, prompt_ids
-from trainer.frontier import area_under_parallelism, pareto_front
-from trainer.head_files import save_head
-from trainer.head_probe import calibrate, kl_by_depth, store_threshold
-from trainer.modes import KINDS, grid
-from trainer.summary import summarise, table
+from mrp_trainer.checkpoints.head_files import save_head
+from mrp_trainer.commands.cli import main
+from mrp_trainer.data.collator import MRPCollator
+from mrp_trainer.evaluation.frontier import area_under_parallelism, pareto_front
+from mrp_trainer.evaluation.head_probe import calibrate, kl_by_depth, store_threshold
+from mrp_trainer.evaluation.modes import KINDS, grid
+from mrp_trainer.evaluation.runs import RevealTrace, Settings, decode_batch, evaluate, load_rows, prompt_ids
+from mrp_trainer.evaluation.summary import summarise, table
 
 PROMPTS = [[5, 9, 12], [7, 30, 8, 41, 6, 22, 13]]  # with 9 new tokens both end with a block of 4
 ROWS = [{"prompt": f"what is {word} ?", "answer": word} for word in ("one", "two", "three", "two", "two")]
@@ -146,7 +146,7 @@ def test_a_run_that_was_killed_while_scoring_goes_on_as_if_nothing_had_happened(
 
 def test_a_finished_run_decodes_nothing_again(setup, tmp_path, monkeypatch):
     first = evaluate(*setup, ROWS, first_is_odd, settings(), tmp_path)
-    monkeypatch.setattr("trainer.evaluation.decode_batch", None)
+    monkeypatch.setattr("mrp_trainer.evaluation.runs.decode_batch", None)
     assert evaluate(*setup, ROWS, first_is_odd, settings(), tmp_path) == first
 
 

@@ -7,10 +7,10 @@ import torch
 from test_head_modes import decode, direct, remask
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
-from trainer.head_files import load_head, save_head
-from trainer.hub import convert
-from trainer.peft_head import is_fresh
-from trainer.train import main
+from mrp_trainer.checkpoints.convert import convert
+from mrp_trainer.checkpoints.head_files import load_head, save_head
+from mrp_trainer.checkpoints.lora import is_fresh
+from mrp_trainer.train import main
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 3, 11, 12]])
 STATES = torch.stack([IDS, IDS.clamp(min=4)], dim=1)  # [1, K, L]

@@ -1,6 +1,6 @@
 import json
 
-from hub_cards.held_out import main, right
+from hub_cards.tasks.held_out import main, right
 
 
 def test_every_row_holds_what_its_scorer_needs(capsys):

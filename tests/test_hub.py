@@ -15,8 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from modeling_mrp import MRPForDiffusionLM
-from trainer.hub import check_folder, convert, load_head, push, render_card, save_head
-from trainer.weight_files import fetch
+from mrp_trainer.checkpoints.cards import render_card
+from mrp_trainer.checkpoints.convert import convert
+from mrp_trainer.checkpoints.head_files import load_head, save_head
+from mrp_trainer.checkpoints.push import check_folder, push
+from mrp_trainer.checkpoints.weight_files import fetch
 
 HEAD = "mrp_modules.0.model."
 BLOCK4 = Path(__file__).parent / "golden" / "block4"
@@ -284,14 +287,14 @@ MRPForDiffusionLM(config).save_pretrained({str(tmp_path / "source")!r}, max_shar
     size = sum(path.stat().st_size for path in (tmp_path / "source").glob("*.safetensors"))
     assert size > 350e6
     measured = run(f"""
-import trainer.hub, transformers.models.qwen3.modeling_qwen3
+import mrp_trainer.checkpoints.convert, transformers.models.qwen3.modeling_qwen3
 
 def resident(field):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 before = resident("VmRSS")
-trainer.hub.convert({str(tmp_path / "source")!r}, {str(tmp_path / "out")!r})
+mrp_trainer.checkpoints.convert.convert({str(tmp_path / "source")!r}, {str(tmp_path / "out")!r})
 print(resident("VmHWM") - before)
 """)
     assert int(measured.stdout.split()[-1]) <= 1.3 * size
@@ -311,7 +314,7 @@ def test_a_hub_id_converts_and_the_result_knows_its_base(hub, tmp_path):
     source = write_source(tmp_path / "source", BLOCK4, shards=2)
     commit = hub.add("org/base", source)
     out = tmp_path / "out"
-    run(f"from trainer.hub import convert; convert('org/base', {str(out)!r})", **hub.variables)
+    run(f"from mrp_trainer.checkpoints.convert import convert; convert('org/base', {str(out)!r})", **hub.variables)
     found, expected = golden_step(MRPForDiffusionLM.from_pretrained(out), BLOCK4)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     config = json.loads((out / "config.json").read_text())
@@ -327,7 +330,7 @@ def test_from_backbone_takes_a_hub_id_at_a_revision(hub, tmp_path):
     run(
         f"""
 from modeling_mrp import MRPForDiffusionLM
-from trainer.hub import save_head
+from mrp_trainer.checkpoints.head_files import save_head
 model = MRPForDiffusionLM.from_backbone("org/base", num_mrp_layers=1, revision={first!r})
 save_head(model, {str(head)!r})
 """,
@@ -340,7 +343,7 @@ save_head(model, {str(head)!r})
 def test_a_push_is_one_commit_that_replaces_old_weights_and_loads(hub, tmp_path):
     convert(BLOCK4, tmp_path / "cut", max_shard_size="200KB")
     convert(BLOCK4, tmp_path / "whole")
-    code = "from trainer.hub import push; push({!r}, 'org/mine')"
+    code = "from mrp_trainer.checkpoints.push import push; push({!r}, 'org/mine')"
     run(code.format(str(tmp_path / "cut")), **hub.variables)
     run(code.format(str(tmp_path / "whole")), **hub.variables)
     commits = hub.repositories["org/mine"]
@@ -364,7 +367,7 @@ def test_a_push_that_fails_leaves_the_old_state(hub, tmp_path):
     old = hub.commit("org/mine", {"model.safetensors": b"old", "README.md": b"old"})
     hub.refuse_commits = True
     code = f"""
-from trainer.hub import push
+from mrp_trainer.checkpoints.push import push
 try:
     push({str(tmp_path / "out")!r}, "org/mine")
 except OSError as error:

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from trainer import linear_kl
-from trainer.bench_loss import bench_loss, main, naive_linear_kl, peak_memory
-from trainer.linear_kl import Choice, auto_chunk_rows, linear_kl_and_choice
+from mrp_trainer import linear_kl
+from mrp_trainer.benchmarks.loss import bench_loss, main, naive_linear_kl, peak_memory
+from mrp_trainer.losses.linear_kl import Choice, auto_chunk_rows, linear_kl_and_choice
 
 GOLDEN = Path(__file__).parent / "golden"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -197,7 +197,7 @@ def test_tiles_of_the_pytorch_path_do_not_matter(monkeypatch):
     inputs = random_hidden(12, 300, change=0.5)
     implementation = Implementation("torch", "cpu")
     whole_kl, whole_gradient = implementation.kl_and_gradient(*inputs)
-    monkeypatch.setitem(import_module("trainer.linear_kl").TILE_ELEMENTS, "cpu", 700)
+    monkeypatch.setitem(import_module("mrp_trainer.losses.linear_kl").TILE_ELEMENTS, "cpu", 700)
     kl, gradient = implementation.kl_and_gradient(*inputs, chunk_rows=5)
     torch.testing.assert_close(kl, whole_kl, rtol=1e-5, atol=0)
     torch.testing.assert_close(gradient, whole_gradient, rtol=1e-4, atol=1e-6)
@@ -405,7 +405,7 @@ def test_triton_on_a_cpu_tensor_is_refused():
 def test_default_on_a_cpu_needs_no_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import torch; from trainer import linear_kl\n"
+        "import torch; from mrp_trainer import linear_kl\n"
         "print(linear_kl(torch.ones(1, 2), torch.zeros(1, 2), torch.eye(2)).shape)\n"
         "try: linear_kl(torch.ones(1, 2), torch.zeros(1, 2), torch.eye(2), backend='triton')\n"
         "except ValueError as error: print(error)\n"
@@ -435,7 +435,7 @@ def test_kernel_compiles_for_gpus_that_are_not_here(dtype, choose):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from trainer.linear_kl_triton import _kl_rows_kernel
+    from mrp_trainer.losses.linear_kl_triton import _kl_rows_kernel
 
     signature = {
         "teacher_ptr": f"*{dtype}",
@@ -543,7 +543,7 @@ def test_a_nearly_certain_token_keeps_its_odds(ours):
 def test_chunks_and_tiles_do_not_change_the_choice(ours, monkeypatch, chunk_rows):
     inputs = random_hidden(12, 300, change=0.5)
     whole = choice_of(ours, *inputs)
-    monkeypatch.setitem(import_module("trainer.linear_kl").TILE_ELEMENTS, "cpu", 700)
+    monkeypatch.setitem(import_module("mrp_trainer.losses.linear_kl").TILE_ELEMENTS, "cpu", 700)
     kl, choice, *gradients = choice_of(ours, *inputs, chunk_rows=chunk_rows)
     assert torch.equal(choice.token, whole[1].token)
     for value, expected in zip((kl, *choice[1:], *gradients), (whole[0], *whole[1][1:], *whole[2:]), strict=True):
@@ -617,7 +617,7 @@ def test_whatever_a_contender_raises_is_its_note(uncompiled, monkeypatch):
     def of_another_version(*_):
         raise TypeError("unexpected keyword 'jsd_beta'")
 
-    monkeypatch.setattr("trainer.bench_loss._liger_mean_kl", of_another_version)
+    monkeypatch.setattr("mrp_trainer.benchmarks.loss._liger_mean_kl", of_another_version)
     rows = {row["name"]: row for row in bench_loss(rows=4, vocab_size=100, hidden_size=8, repeats=1)}
     assert rows["liger"]["note"] == "unexpected keyword 'jsd_beta'"
     assert rows["ours"]["note"] is None

@@ -7,7 +7,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from modeling_mrp import MRPConfig
-from trainer.loading import default_attention, load_tokenizer
+from mrp_trainer.checkpoints.loading import default_attention, load_tokenizer
 
 
 @pytest.mark.parametrize(

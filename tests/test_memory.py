@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.head_metrics import measure_head
-from trainer.linear_kl import CHUNK_ELEMENTS, TILE_ELEMENTS, linear_kl, linear_kl_and_choice
-from trainer.memory import MemoryEstimate, advice, estimate_memory
-from trainer.objectives import linear_total_variation
+from mrp_trainer.evaluation.head_metrics import measure_head
+from mrp_trainer.losses.acceptance import linear_total_variation
+from mrp_trainer.losses.linear_kl import CHUNK_ELEMENTS, TILE_ELEMENTS, linear_kl, linear_kl_and_choice
+from mrp_trainer.memory import MemoryEstimate, advice, estimate_memory
 
 GIB = 2**30
 

@@ -4,9 +4,9 @@ import pytest
 
 from modeling_mrp import MRPConfig
 from modeling_mrp.options import DecodingOptions
-from trainer.bench_decode import DEFAULT_MODES, OUTSIDE
-from trainer.demo import MODES
-from trainer.modes import KINDS, family, grid, mode_options, needs_head
+from mrp_trainer.benchmarks.decode import DEFAULT_MODES, OUTSIDE
+from mrp_trainer.commands.demo import MODES
+from mrp_trainer.evaluation.modes import KINDS, family, grid, mode_options, needs_head
 
 
 def resolved(name: str) -> DecodingOptions:

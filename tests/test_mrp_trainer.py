@@ -6,9 +6,9 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from modeling_mrp import MRPForDiffusionLM
-from trainer import MRPTrainer, MRPTrainingArguments
-from trainer.corruption import loss_normaliser, loss_weights, order_reveals, revealed_states
-from trainer.head_metrics import HeadMetrics, measure_head
+from mrp_trainer import MRPTrainer, MRPTrainingArguments
+from mrp_trainer.data.corruption import loss_normaliser, loss_weights, order_reveals, revealed_states
+from mrp_trainer.evaluation.head_metrics import HeadMetrics, measure_head
 
 LENGTH = 24
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.muon import MuonWithAdamW
+from mrp_trainer.muon import MuonWithAdamW
 
 
 def small(seed=0):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainer.linear_kl import CHUNK_ELEMENTS, linear_kl_and_choice
-from trainer.objectives import chosen_position_loss, chosen_positions, linear_total_variation
+from mrp_trainer.losses.acceptance import chosen_position_loss, chosen_positions, linear_total_variation
+from mrp_trainer.losses.linear_kl import CHUNK_ELEMENTS, linear_kl_and_choice
 
 V, H, N, MASK = 23, 8, 12, 5
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 
 from modeling_mrp import MRPForDiffusionLM
-from trainer import MRPTrainer, MRPTrainingArguments
-from trainer.head_files import load_head, save_head
-from trainer.peft_head import apply_backbone_adapter, lora_head
-from trainer.train import main
-from trainer.weight_files import backbone_hash
+from mrp_trainer import MRPTrainer, MRPTrainingArguments
+from mrp_trainer.checkpoints.head_files import load_head, save_head
+from mrp_trainer.checkpoints.lora import apply_backbone_adapter, lora_head
+from mrp_trainer.checkpoints.weight_files import backbone_hash
+from mrp_trainer.train import main
 
 LENGTH = 16
 PROMPT = torch.tensor([[7, 9, 11, 13, 15, 20], [8, 30, 31, 32, 33, 34]])

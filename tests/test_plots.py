@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from trainer.cli import main
-from trainer.plots import draw_acceptance, draw_frontier, draw_kl, draw_positions, write_plots
+from mrp_trainer.commands.cli import main
+from mrp_trainer.evaluation.plots import draw_acceptance, draw_frontier, draw_kl, draw_positions, write_plots
 
 
 def row(mode, speed, accuracy, acceptance=(), positions=(1.0, None, 2.0), on_front=False):

@@ -6,9 +6,9 @@ from itertools import islice
 import pytest
 from datasets import Dataset
 
-from trainer.data import prepare_dataset
-from trainer.decode_evaluation import prompts_of
-from trainer.streams import EndlessStream
+from mrp_trainer.data.rows import prepare_dataset
+from mrp_trainer.data.streams import EndlessStream
+from mrp_trainer.evaluation.acceptance import prompts_of
 
 
 def rows_of(*lengths, supervised=1):

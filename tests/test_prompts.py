@@ -6,8 +6,8 @@ import io
 import pytest
 from transformers import AutoTokenizer
 
-from hub_cards.tiny_tasks import TASKS
-from trainer.prompts import QUESTIONS, built_in_prompts, read_prompts
+from hub_cards.tasks.tasks import TASKS
+from mrp_trainer.commands.prompts import QUESTIONS, built_in_prompts, read_prompts
 
 
 def arguments(*prompts, file=None):

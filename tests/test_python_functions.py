@@ -5,8 +5,8 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from hub_cards.code_tokenizer import EOS, MASK, PAD, build_tokenizer
-from hub_cards.python_functions import (
+from hub_cards.tasks.code_tokenizer import EOS, MASK, PAD, build_tokenizer
+from hub_cards.tasks.python_functions import (
     LONGEST,
     SPLITS,
     Function,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
-from trainer.hub import convert
+from mrp_trainer.checkpoints.convert import convert
 
 BLOCK4 = Path(__file__).parent / "golden" / "block4"
 MODES = {
@@ -36,7 +36,7 @@ CHAT = [{"role": "user", "content": "one plus one"}]
 CHILD = """
 import importlib.util, json, sys
 folder, next_folder, results, modes, prompt, chat, blocked = json.loads(sys.argv[1])
-assert not [name for name in ("modeling_mrp", "trainer", "hub_cards") if importlib.util.find_spec(name)]
+assert not [name for name in ("modeling_mrp", "mrp_trainer", "hub_cards") if importlib.util.find_spec(name)]
 sys.modules.update({name: None for name in blocked})  # importing them fails
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline

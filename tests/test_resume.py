@@ -9,8 +9,8 @@ import torch
 from local_hub import LocalHub
 from train_runs import ENVIRONMENT, ON_TWO, TRAIN, head, logs, run, same
 
-from trainer.resume import last_checkpoint
-from trainer.train import main
+from mrp_trainer.checkpoints.resume import last_checkpoint
+from mrp_trainer.train import main
 
 
 def checkpoints(folder):
@@ -69,7 +69,7 @@ def test_kill_while_a_checkpoint_is_written_over_an_older_one_leaves_none_that_l
     def killed(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.mrp_trainer.MRPTrainer._save_optimizer_and_scheduler", killed)
+    monkeypatch.setattr("mrp_trainer.mrp_trainer.MRPTrainer._save_optimizer_and_scheduler", killed)
     with pytest.raises(KeyboardInterrupt):
         main([project(max_steps=2, seed=7)])
     assert last_checkpoint(tmp_path / "run") is None

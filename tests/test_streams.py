@@ -6,9 +6,9 @@ import pytest
 import torch
 from datasets import Dataset
 
-from trainer.collator import MRPCollator
-from trainer.data import NUMBER_BITS, prepare_dataset
-from trainer.streams import EndlessStream
+from mrp_trainer.data.collator import MRPCollator
+from mrp_trainer.data.rows import NUMBER_BITS, prepare_dataset
+from mrp_trainer.data.streams import EndlessStream
 
 
 def stream(count):

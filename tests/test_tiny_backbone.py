@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hub_cards import build_tiny, tiny_backbone
-from hub_cards.tiny_backbone import (
+from hub_cards.build import build_tiny, tiny_backbone
+from hub_cards.build.tiny_backbone import (
     Recipe,
     add_noise,
     backbone_loss,
@@ -17,8 +17,8 @@ from hub_cards.tiny_backbone import (
     encode_sample,
     learning_rate_factor,
 )
-from hub_cards.tiny_tasks import TASKS, PythonFunctions, WordProblems
-from hub_cards.word_problems import problem, score, statement
+from hub_cards.tasks.tasks import TASKS, PythonFunctions, WordProblems
+from hub_cards.tasks.word_problems import problem, score, statement
 
 BLOCK = 8
 TASK = TASKS["words"]

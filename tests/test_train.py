@@ -9,8 +9,8 @@ import pytest
 import torch
 from train_runs import ENVIRONMENT, ON_TWO, ROOT, TRAIN, head, logs, losses, run, same, write_data
 
-from trainer.arguments import MRPTrainingArguments, parse_arguments
-from trainer.train import build_trainer, checkpoint_to_resume, main
+from mrp_trainer.arguments import MRPTrainingArguments, parse_arguments
+from mrp_trainer.train import build_trainer, checkpoint_to_resume, main
 
 RECIPES = ROOT / "hub_cards" / "recipes"
 WORDS = ["one", "two", "three", "four", "five"]
@@ -138,7 +138,7 @@ def test_two_processes_equal_one_with_twice_the_batch(project, tmp_path, accumul
 def test_processes_part_before_they_end(project):
     """Else gloo may abort one after all is done and saved: its threads outlive the interpreter."""
     code = (
-        "import sys, torch.distributed as dist; from pathlib import Path; from trainer.train import main\n"
+        "import sys, torch.distributed as dist; from pathlib import Path; from mrp_trainer.train import main\n"
         "main(sys.argv[1:]); assert not dist.is_initialized()\n"
         "threads = [task.read_text() for task in Path('/proc/self/task').glob('*/comm')]\n"
         "assert not [name for name in threads if 'gloo_runloop' in name], threads"

@@ -4,10 +4,10 @@ import pytest
 import torch
 from datasets import Dataset, load_dataset
 
-from trainer import MRPTrainer, MRPTrainingArguments
-from trainer.cli import main
-from trainer.collator import MRPCollator
-from trainer.trajectories import packed, trajectories, with_room
+from mrp_trainer import MRPTrainer, MRPTrainingArguments
+from mrp_trainer.commands.cli import main
+from mrp_trainer.data.collator import MRPCollator
+from mrp_trainer.evaluation.trajectories import packed, trajectories, with_room
 
 PROMPTS = [[9, 8, 7], list(range(10, 19)), [5] * 8]
 

@@ -7,9 +7,19 @@ import torch
 
 from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.step_rules import StepRule
-from trainer.head_files import save_head
-from trainer.hub import convert
-from trainer.verify import CHOICES, RULES, describe, first_difference, judge, main, order_excess, passed, verify
+from mrp_trainer.checkpoints.convert import convert
+from mrp_trainer.checkpoints.head_files import save_head
+from mrp_trainer.evaluation.verify import (
+    CHOICES,
+    RULES,
+    describe,
+    first_difference,
+    judge,
+    main,
+    order_excess,
+    passed,
+    verify,
+)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hub_cards.word_problems import (
+from hub_cards.tasks.word_problems import (
     MAX_ANSWER_TOKENS,
     MAX_PROMPT_TOKENS,
     SPLITS,
@@ -17,7 +17,7 @@ from hub_cards.word_problems import (
     split_text,
     vocabulary,
 )
-from hub_cards.word_tokenizer import EOS, MASK, PAD, UNKNOWN, build_tokenizer
+from hub_cards.tasks.word_tokenizer import EOS, MASK, PAD, UNKNOWN, build_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).parents[1]
 OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 ENVIRONMENT = {**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT)}
-TRAIN = [sys.executable, "-m", "trainer.train"]
-ON_TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "trainer.train"]
+TRAIN = [sys.executable, "-m", "mrp_trainer.train"]
+ON_TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *TRAIN[1:]]
 
 
 def run(*command, **environment: str):

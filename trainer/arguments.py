@@ -9,9 +9,9 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from .data import LONG_SAMPLES
-from .linear_kl import BACKENDS
-from .objectives import DIVERGENCES
+from .data.rows import LONG_SAMPLES
+from .losses.acceptance import DIVERGENCES
+from .losses.linear_kl import BACKENDS
 
 REVEALS = ("random", "confident")
 HEAD_INITS = ("fresh", "backbone_layers")

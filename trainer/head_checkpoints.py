@@ -9,10 +9,10 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .data import length_of
-from .head_files import HEAD_CONFIG, HEAD_WEIGHTS, load_head, save_head
-from .resume import RUN_FILE, run_settings
-from .sharded import whole_state
+from .checkpoints.head_files import HEAD_CONFIG, HEAD_WEIGHTS, load_head, save_head
+from .checkpoints.resume import RUN_FILE, run_settings
+from .checkpoints.sharded import whole_state
+from .data.rows import length_of
 
 
 class HeadCheckpoints(Trainer):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .linear_kl import chunk_bytes
+from .losses.linear_kl import chunk_bytes
 
 OPTIMIZER_BYTES = 12  # float32 gradient and two Adam moments for each parameter of the head
 # Activations of one decoder layer, in units of one hidden vector (h) or one feed-forward vector (f) per token:

@@ -11,21 +11,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import ProgressCallback, TrainerCallback
 
 from .arguments import MRPTrainingArguments
-from .collator import MRPCollator
+from .checkpoints.head_files import backbone_note
+from .checkpoints.lora import without_peft
+from .checkpoints.resume import check_resumable, last_checkpoint, run_settings
+from .checkpoints.sharded import gathered, shard_optimizer_state
 from .console import HeadProgress
-from .corruption import loss_weights, order_reveals, revealed_states
-from .data import is_streamed, length_of, prepare_dataset
-from .decode_evaluation import acceptance_range, decode_figures, prompts_of
+from .data.collator import MRPCollator
+from .data.corruption import loss_weights, order_reveals, revealed_states
+from .data.rows import is_streamed, length_of, prepare_dataset
+from .data.streams import EndlessStream
+from .evaluation.acceptance import acceptance_range, decode_figures, prompts_of
+from .evaluation.head_metrics import HeadMetrics, measure_head
 from .head_checkpoints import HeadCheckpoints
-from .head_files import backbone_note
-from .head_metrics import HeadMetrics, measure_head
-from .linear_kl import Choice, auto_chunk_rows, linear_kl, linear_kl_and_choice
+from .losses.acceptance import chosen_position_loss, chosen_positions, linear_total_variation
+from .losses.linear_kl import Choice, auto_chunk_rows, linear_kl, linear_kl_and_choice
 from .muon import MuonWithAdamW
-from .objectives import chosen_position_loss, chosen_positions, linear_total_variation
-from .peft_head import without_peft
-from .resume import check_resumable, last_checkpoint, run_settings
-from .sharded import gathered, shard_optimizer_state
-from .streams import EndlessStream
 
 MODEL_INPUTS = ("input_ids", "revealed_ids", "clean_ids", "segment_ids")
 NO_LOGITS = torch.empty(0, dtype=torch.long)

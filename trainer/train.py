@@ -1,4 +1,4 @@
-"""`mrp train`: from one YAML to a trained head. On several devices: `torchrun ... -m trainer.train CONFIG.yaml`."""
+"""`mrp train`: from one YAML to a trained head. Several devices: `torchrun ... -m mrp_trainer.train CONFIG.yaml`."""
 
 import gc
 import logging
@@ -17,15 +17,15 @@ from transformers.utils import logging as transformers_logging
 from modeling_mrp import MRPForDiffusionLM
 
 from .arguments import DataArguments, ModelArguments, MRPTrainingArguments, parse_arguments
-from .data import is_streamed, load_source, prepare_dataset
-from .head_files import load_head
-from .loading import default_attention, load_tokenizer
+from .checkpoints.head_files import load_head
+from .checkpoints.loading import default_attention, load_tokenizer
+from .checkpoints.lora import apply_backbone_adapter, is_fresh, lora_head, without_peft
+from .checkpoints.resume import last_checkpoint
+from .data.rows import is_streamed, load_source, prepare_dataset
 from .memory import advice, estimate_memory, free_memory
 from .mrp_trainer import MRPTrainer
-from .peft_head import apply_backbone_adapter, is_fresh, lora_head, without_peft
-from .resume import last_checkpoint
 
-logger = logging.getLogger("trainer.train")  # not by __name__: torchrun calls it __main__
+logger = logging.getLogger("mrp_trainer.train")  # not by __name__: torchrun calls it __main__
 
 
 def main(argv: list[str]) -> int:
@@ -66,7 +66,7 @@ def train(argv: list[str]) -> int:
 
 def show_log_lines(level: int):
     """Print what this package logs: what became of the data, memory, checkpoints passed over."""
-    ours = logging.getLogger("trainer")
+    ours = logging.getLogger("mrp_trainer")
     ours.setLevel(level)
     ours.handlers = [logging.StreamHandler()]
 

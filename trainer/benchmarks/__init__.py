@@ -1,0 +1,1 @@
+"""Time and memory, measured as ratios in one run."""

@@ -1,0 +1,1 @@
+"""Checkpoints as files: heads, weights, adapters, conversion, cards and uploads."""

@@ -1,0 +1,1 @@
+"""The `mrp` command line."""

@@ -1,0 +1,1 @@
+"""Training data: samples, rows, noise and batches."""

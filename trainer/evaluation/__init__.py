@@ -1,0 +1,1 @@
+"""What a head is worth: decoding, scoring and comparing."""

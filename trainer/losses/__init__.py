@@ -1,0 +1,1 @@
+"""The losses of the residual head, each straight from hidden states."""
