@@ -1,1 +1,1 @@
-"""Model cards, training recipes and the embedded checkpoints, as package data."""
+"""The embedded checkpoints, their tasks and their build scripts, the training recipes and the card template."""

@@ -3,32 +3,36 @@
     python -m hub_cards.build.build_tiny            # word problems
     python -m hub_cards.build.build_tiny code       # functions of Python's standard library
 
-Everything is seeded. A run that was killed goes on where it was when it is started again with the same scratch folder.
+Everything is seeded. To resume a build that was killed, start it again with the same scratch folder.
 """
 
 import argparse
 import json
+import platform
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from mrp_trainer import MRPTrainer, MRPTrainingArguments
 from mrp_trainer.checkpoints.cards import render_card
-from mrp_trainer.evaluation.acceptance import acceptance_range
-from mrp_trainer.commands.demo import Row, run_demo
 from mrp_trainer.checkpoints.head_files import load_head, save_head
-from mrp_trainer.evaluation.modes import mode_options
 from mrp_trainer.checkpoints.resume import last_checkpoint
-from mrp_trainer.evaluation.trajectories import packed, trajectories
 from mrp_trainer.checkpoints.weight_files import backbone_hash
+from mrp_trainer.commands.demo import Row, run_demo
+from mrp_trainer.evaluation.acceptance import acceptance_range
+from mrp_trainer.evaluation.modes import mode_options
+from mrp_trainer.evaluation.trajectories import packed, trajectories
 
+from ..tasks.tasks import Sample, Task
+from .recipes import RECIPES, Recipe
 from .tiny_backbone import encode_sample, train_backbone
-from ..tasks.tasks import TASKS
 
 SEED = 0
 BLOCK_SIZE = 8
@@ -39,18 +43,21 @@ REFINEMENT = {
     "learning_rate": 1.5e-3,
     "per_device_train_batch_size": 16,
 }
-HEAD_NORM = 0.1  # from a norm of zero the layers get next to no gradient for hundreds of steps
+HEAD_NORM = 0.1  # starting from zero, the layers would get almost no gradient for hundreds of steps
 DRAFTS = 4
 TEST_SAMPLES = 200
 VALIDATION_SAMPLES = 200
 RESIDUAL_THRESHOLDS = (0.25, 0.5, 1.0, 2.0, 4.0)
-TOKENS_PER_FORWARD_WANTED = 2.5  # of remasking, when its threshold is chosen
+TOKENS_PER_FORWARD_WANTED = 2.5  # minimum for remasking when its threshold is chosen
+
+Result = TypeVar("Result")
 
 
-def tiny_config(task, num_mrp_layers: int) -> MRPConfig:
-    tokenizer = task.tokenizer
+def tiny_config(recipe: Recipe, num_mrp_layers: int) -> MRPConfig:
+    """Configuration of an embedded checkpoint with a head of `num_mrp_layers` layers (0: without a head)."""
+    tokenizer = recipe.task.tokenizer
     return MRPConfig(
-        **task.shape,
+        **recipe.shape,
         vocab_size=len(tokenizer),
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -62,36 +69,45 @@ def tiny_config(task, num_mrp_layers: int) -> MRPConfig:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        base_model=task.folder.name.removesuffix("-mrp"),
+        base_model=recipe.task.folder.name.removesuffix("-mrp"),
     )
 
 
-def build_backbone(task, scratch: Path) -> MRPForDiffusionLM:
-    """The trained backbone, without a head; trains what the scratch folder does not hold yet."""
+def build_backbone(recipe: Recipe, scratch: Path) -> MRPForDiffusionLM:
+    """Return the trained backbone, without a head; training resumes from the state in the scratch folder."""
     torch.manual_seed(SEED)
-    model = MRPForDiffusionLM(tiny_config(task, num_mrp_layers=0))
-    train_backbone(model, task.tokenizer, task.backbone_sample, task.recipe, scratch / "backbone.pt")
+    model = MRPForDiffusionLM(tiny_config(recipe, num_mrp_layers=0))
+    state_file = scratch / "backbone.pt"
+    train_backbone(model, recipe.task.tokenizer, recipe.backbone_sample, recipe.backbone, state_file)
     return model
 
 
 def with_fresh_head(
-    backbone: MRPForDiffusionLM, task, num_mrp_layers: int = 1, residual: bool = True
+    backbone: MRPForDiffusionLM, recipe: Recipe, num_mrp_layers: int = 1, residual: bool = True
 ) -> MRPForDiffusionLM:
+    """Return a model with the weights of `backbone` and a newly initialised head.
+
+    Args:
+        backbone: model to copy the backbone from; its own head, if any, is ignored.
+        recipe: recipe of the checkpoint.
+        num_mrp_layers: number of layers of the head.
+        residual: whether the head predicts a residual rather than the full distribution.
+    """
     torch.manual_seed(SEED)
-    config = tiny_config(task, num_mrp_layers)
+    config = tiny_config(recipe, num_mrp_layers)
     config.mrp_residual = residual
     model = MRPForDiffusionLM(config)
     frozen = {name: value for name, value in backbone.state_dict().items() if not name.startswith("mrp_head.")}
     model.load_state_dict(model.state_dict() | frozen)
     torch.nn.init.constant_(model.mrp_head.norm.weight, HEAD_NORM if residual else 1.0)
-    model.generation_config.eos_token_id = task.tokenizer.eos_token_id
+    model.generation_config.eos_token_id = recipe.task.tokenizer.eos_token_id
     return model.eval()
 
 
-def sample_rows(tokenizer, samples: Iterable) -> Dataset:
-    """Rows for `MRPTrainer`, as `prepare_dataset` makes them, except that the last block is filled with eos.
+def sample_rows(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> Dataset:
+    """Rows for `MRPTrainer`, as `prepare_dataset` makes them, except that the last block is filled up with eos.
 
-    The backbone learned to fill it, and in decoding the head sees it masked.
+    The backbone was trained to fill it, and the head sees it masked in decoding.
     """
     encoded = [encode_sample(tokenizer, sample, BLOCK_SIZE) for sample in samples]
     return Dataset.from_list(
@@ -107,37 +123,52 @@ def sample_rows(tokenizer, samples: Iterable) -> Dataset:
     )
 
 
-def visited_rows(backbone, task, scratch: Path, count: int) -> Dataset:
-    """The backbone's own answers to the prompts of the head's samples, kept in the scratch folder."""
+def visited_rows(backbone: MRPForDiffusionLM, recipe: Recipe, scratch: Path, count: int) -> Dataset:
+    """Training rows of the states that decoding visits: the backbone's own answers to `count` prompts of the head.
+
+    They are stored in the scratch folder and read from there the next time.
+    """
     file = scratch / f"trajectories-{count}.parquet"
     if not file.exists():
+        task = recipe.task
         backbone.generation_config.eos_token_id = task.tokenizer.eos_token_id
-        prompts = task.tokenizer([task.head_sample(n).prompt for n in range(count)])["input_ids"]
+        prompts = task.tokenizer([recipe.head_sample(n).prompt for n in range(count)])["input_ids"]
         rows = Dataset.from_list(list(trajectories(backbone, prompts, max_new_tokens=task.answer_tokens)))
         rows.to_parquet(str(file.with_suffix(".new")))
         file.with_suffix(".new").replace(file)
     return Dataset.from_parquet(str(file))
 
 
-def train_head(model: MRPForDiffusionLM, task, scratch: Path) -> None:
-    """Train the head in place on random states, or load it when the scratch folder holds it finished."""
-    rows = partial(sample_rows, task.tokenizer, map(task.head_sample, range(task.head_steps * HEAD_ROWS)))
-    train_or_load(model, rows, head_arguments(scratch / "head-training", max_steps=task.head_steps), scratch / "head")
+def train_head(model: MRPForDiffusionLM, recipe: Recipe, scratch: Path) -> None:
+    """Train the head in place on random states, or load it if the scratch folder holds the finished head."""
+    samples = map(recipe.head_sample, range(recipe.head_steps * HEAD_ROWS))
+    rows = partial(sample_rows, recipe.task.tokenizer, samples)
+    arguments = head_arguments(scratch / "head-training", max_steps=recipe.head_steps)
+    train_or_load(model, rows, arguments, scratch / "head")
 
 
-def refine_head(model: MRPForDiffusionLM, task, scratch: Path) -> None:
-    """Train the head on, on the states that decoding visits: what `compare_heads` found best."""
+def refine_head(model: MRPForDiffusionLM, recipe: Recipe, scratch: Path) -> None:
+    """Continue training the head on the states that decoding visits, with the settings `compare_heads` found best."""
 
-    def rows():
-        visited = visited_rows(model, task, scratch, task.refine_samples)
+    def rows() -> Dataset:
+        visited = visited_rows(model, recipe, scratch, recipe.refine_samples)
         return Dataset.from_list(packed(list(visited), max(sum(row["lengths"]) for row in visited)))
 
-    arguments = head_arguments(scratch / "refinement", max_steps=task.refine_steps, **REFINEMENT)
+    arguments = head_arguments(scratch / "refinement", max_steps=recipe.refine_steps, **REFINEMENT)
     train_or_load(model, rows, arguments, scratch / "refined-head")
 
 
-def train_or_load(model, make_rows: Callable[[], Dataset], arguments: MRPTrainingArguments, finished: Path) -> None:
-    """Train the head in place, or load it when the folder `finished` holds it; an interrupted training goes on."""
+def train_or_load(
+    model: MRPForDiffusionLM, make_rows: Callable[[], Dataset], arguments: MRPTrainingArguments, finished: Path
+) -> None:
+    """Train the head in place and save it, or load it if it has been saved before.
+
+    Args:
+        model: model whose head is trained.
+        make_rows: called for the training rows if they are needed.
+        arguments: training arguments; an interrupted training resumes from their output folder.
+        finished: folder of the finished head.
+    """
     if finished.exists():
         load_head(model, finished)
         return
@@ -146,9 +177,9 @@ def train_or_load(model, make_rows: Callable[[], Dataset], arguments: MRPTrainin
     save_head(model.eval(), finished)
 
 
-def head_arguments(output: Path, **changes) -> MRPTrainingArguments:
-    """The recipe of the embedded heads."""
-    recipe = {
+def head_arguments(output: Path, **changes: Any) -> MRPTrainingArguments:
+    """Training arguments of the embedded heads, with the given changes."""
+    defaults = {
         "per_device_train_batch_size": HEAD_ROWS,
         "learning_rate": 3e-3,
         "muon_learning_rate": 0.02,
@@ -163,20 +194,20 @@ def head_arguments(output: Path, **changes) -> MRPTrainingArguments:
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    return MRPTrainingArguments(str(output), **recipe | changes)
+    return MRPTrainingArguments(str(output), **defaults | changes)
 
 
-def measure_acceptance(model: MRPForDiffusionLM, task) -> dict | None:
-    """How many drafts the validation samples accept, for `mrp verify` to compare with."""
+def measure_acceptance(model: MRPForDiffusionLM, task: Task) -> dict | None:
+    """Range of the accepted drafts on validation samples, which `mrp verify` compares with."""
     prompts = [sample.prompt for sample in task.held_out("validation", VALIDATION_SAMPLES)]
     return acceptance_range(model, task.tokenizer(prompts)["input_ids"], DRAFTS, task.answer_tokens)
 
 
-def choose_residual_threshold(model: MRPForDiffusionLM, task) -> float:
-    """The |C| for `remask_criterion="residual"`, by validation samples.
+def choose_residual_threshold(model: MRPForDiffusionLM, task: Task) -> float:
+    """Choose the threshold of |C| for `remask_criterion="residual"` on validation samples.
 
-    The best one that keeps the wanted tokens per forward, by right answers or, where the task knows none, by those
-    equal to static's; the fastest when none does.
+    Among the thresholds that reach `TOKENS_PER_FORWARD_WANTED`, the one with the most right answers is chosen, or with
+    the most answers equal to static decoding's if the task has no accuracy. If none is that fast, the fastest is.
     """
     static, options = (mode_options(name, model.config.block_size) for name in ("static", "remask-residual"))
     modes = {"static": static} | {str(delta): options | {"remask_threshold": delta} for delta in RESIDUAL_THRESHOLDS}
@@ -192,17 +223,25 @@ def _merit(row: Row) -> float:
     return row.identical if row.accuracy is None else row.accuracy
 
 
-def figures_text(task, rows: list[Row], seconds: dict[str, float], quality: str = "") -> str:
-    """The measured part of the card."""
+def figures_text(recipe: Recipe, samples: int, rows: list[Row], seconds: dict[str, float], quality: str = "") -> str:
+    """The measured part of the card.
+
+    Args:
+        recipe: recipe of the checkpoint.
+        samples: number of held-out samples that were decoded.
+        rows: one row of the table per decoding mode.
+        seconds: time of every build step, by name.
+        quality: a paragraph about the backbone's quality, or nothing.
+    """
     steps = ", ".join(f"{name} {spent:.0f} s" for name, spent in seconds.items())
-    command = "python -m hub_cards.build.build_tiny" + ("" if task.name == "words" else f" {task.name}")
+    command = "python -m hub_cards.build.build_tiny" + ("" if recipe.task.name == "words" else f" {recipe.task.name}")
     return "\n".join(
         [
-            task.description,
+            recipe.description,
             "",
-            f"Measured on {TEST_SAMPLES} held-out samples, greedy, float32, on a CPU (threads: "
-            f"{torch.get_num_threads()}); forwards of the backbone all counted, time ratio: static's time over the "
-            "mode's.",
+            f"Measured on {samples} held-out samples, greedy, float32, on a CPU (threads: {torch.get_num_threads()}), "
+            f"Python {platform.python_version()}; forwards of the backbone all counted, time ratio: static's time over "
+            "the mode's.",
             "",
             *markdown_table(rows),
             "",
@@ -213,7 +252,7 @@ def figures_text(task, rows: list[Row], seconds: dict[str, float], quality: str 
 
 
 def markdown_table(rows: list[Row]) -> list[str]:
-    """The demo's table in Markdown; without the accuracies where there are none."""
+    """The rows as a Markdown table, without an accuracy column if the task has no accuracy."""
     scored = rows[0].accuracy is not None
     names = ["mode", *(["accuracy"] if scored else []), "tokens per forward", "forwards", "time ratio"]
     lines = ["| " + " | ".join([*names, "same answer as static"]) + " |", "|---" * (len(names) + 1) + "|"]
@@ -224,57 +263,70 @@ def markdown_table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def write_checkpoint(model: MRPForDiffusionLM, task, destination: Path) -> None:
-    """Weights, config, generation defaults, tokenizer and remote code."""
-    generation, tokenizer = model.generation_config, task.tokenizer
+def write_checkpoint(model: MRPForDiffusionLM, recipe: Recipe, destination: Path) -> None:
+    """Write weights, configuration, generation defaults, tokenizer, remote code and the recipe's extra files."""
+    generation, tokenizer = model.generation_config, recipe.task.tokenizer
     generation.mrp_mode = "spec"
-    generation.max_new_tokens = 8 * -(-task.answer_tokens // 8) + 16
+    generation.max_new_tokens = 8 * -(-recipe.task.answer_tokens // 8) + 16
     generation.eos_token_id, generation.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     model.config.base_hash = backbone_hash(model)
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
-    for name, content in task.extra_files().items():
+    for name, content in recipe.extra_files().items():
         (destination / name).write_text(content, encoding="utf-8")
 
 
 class Steps:
-    """Runs steps by name, prints the time of each, and keeps the times of a build that was interrupted."""
+    """Runs the steps of a build and measures them.
+
+    Attributes:
+        seconds: time of every step, by name. They are kept in `file`, so that they survive an interrupted build.
+    """
 
     def __init__(self, file: Path):
         self.file = file
         self.seconds: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
-    def run(self, name: str, work: Callable, *arguments):
+    def run(self, name: str, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Call `work` with the arguments, print how long it took, and return its result."""
         print(f"{name} ...", flush=True)
         began = time.monotonic()
         result = work(*arguments)
-        # a finished step only loads its result when it runs again: its own time is the longer one
+        # A step that was finished in an earlier run only loads its result now: keep the longer time.
         self.seconds[name] = max(self.seconds.get(name, 0.0), time.monotonic() - began)
         self.file.write_text(json.dumps(self.seconds), encoding="utf-8")
         print(f"{name}: {self.seconds[name]:.0f} s", flush=True)
         return result
 
 
-def build(task, scratch: Path, destination: Path) -> None:
+def build(recipe: Recipe, scratch: Path, destination: Path) -> None:
+    """Build a checkpoint from scratch, or resume building it.
+
+    Args:
+        recipe: recipe of the checkpoint.
+        scratch: folder for unfinished work.
+        destination: folder of the checkpoint.
+    """
     scratch.mkdir(parents=True, exist_ok=True)
     steps = Steps(scratch / "seconds.json")
-    backbone = steps.run("backbone", build_backbone, task, scratch)
+    backbone = steps.run("backbone", build_backbone, recipe, scratch)
     steps.seconds["backbone"] = torch.load(scratch / "backbone.pt", weights_only=True)["seconds"]
-    model = with_fresh_head(backbone, task)
-    steps.run("head", train_head, model, task, scratch)
-    finish(model, task, steps, scratch, destination)
+    model = with_fresh_head(backbone, recipe)
+    steps.run("head", train_head, model, recipe, scratch)
+    finish(model, recipe, steps, scratch, destination)
 
 
-def finish(model: MRPForDiffusionLM, task, steps: Steps, scratch: Path, destination: Path) -> None:
-    """All behind the head's first training: refinement, figures, and the folder."""
-    steps.run("refinement", refine_head, model, task, scratch)
+def finish(model: MRPForDiffusionLM, recipe: Recipe, steps: Steps, scratch: Path, destination: Path) -> None:
+    """Run everything that follows the head's first training: refinement, measurements, and writing the folder."""
+    task = recipe.task
+    steps.run("refinement", refine_head, model, recipe, scratch)
     model.config.calibrated_remask_threshold = steps.run("threshold", choose_residual_threshold, model, task)
     model.config.trained_acceptance = steps.run("acceptance", measure_acceptance, model, task)
     samples = task.held_out("test", TEST_SAMPLES)
     rows = steps.run("evaluation", run_demo, model, task, samples)
-    quality = task.quality(model, samples)
-    write_checkpoint(model, task, destination)
-    figures = figures_text(task, rows, steps.seconds, quality)
+    quality = recipe.quality(model, samples)
+    write_checkpoint(model, recipe, destination)
+    figures = figures_text(recipe, len(samples), rows, steps.seconds, quality)
     card = render_card(
         model,
         name=destination.name,
@@ -287,15 +339,17 @@ def finish(model: MRPForDiffusionLM, task, steps: Steps, scratch: Path, destinat
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Build the checkpoint that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("task", nargs="?", choices=TASKS, default="words", help="what it is trained on (words)")
-    parser.add_argument("--scratch", type=Path, help="where unfinished work is kept (build/TASK)")
-    parser.add_argument("--out", type=Path, help="folder of the checkpoint (the embedded one)")
-    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (2)")
+    parser.add_argument("task", nargs="?", choices=RECIPES, default="words", help="task to train on (default: words)")
+    parser.add_argument("--scratch", type=Path, help="folder for unfinished work (default: build/TASK)")
+    parser.add_argument("--out", type=Path, help="folder of the checkpoint (default: the embedded one)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (default: 2)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    task = TASKS[options.task]
-    build(task, options.scratch or Path("build") / task.name, options.out or task.folder)
+    recipe = RECIPES[options.task]
+    scratch = options.scratch or Path("build") / recipe.task.name
+    build(recipe, scratch, options.out or recipe.task.folder)
 
 
 if __name__ == "__main__":

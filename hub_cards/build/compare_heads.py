@@ -1,29 +1,32 @@
-"""Train a finished head on by different recipes and compare what its drafts are worth.
+"""Continue the training of a finished head in several variants, and compare how many forwards each saves.
 
     python -m hub_cards.build.compare_heads words
     python -m hub_cards.build.compare_heads code
 
-All start from the embedded head, or the one of `build_tiny`'s scratch folder, and see as many samples of the same
-prompts; those that need another kind of head start afresh, and some go on from those. A finished head is kept and not
-trained again.
+Every variant starts from the embedded head, or from the one in `build_tiny`'s scratch folder if it exists, and is
+trained on the same number of samples of the same prompts. Variants that need another kind of head start from a newly
+initialised one, and some continue from such a head. Finished heads are kept and not trained again.
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
 
 from modeling_mrp import MRPForDiffusionLM
-from mrp_trainer.commands.demo import run_demo
 from mrp_trainer.checkpoints.head_files import load_head
+from mrp_trainer.commands.demo import run_demo
 from mrp_trainer.evaluation.modes import mode_options, needs_head
 
+from ..tasks.tasks import Sample, Task
 from .build_tiny import build_backbone, head_arguments, sample_rows, train_or_load, visited_rows, with_fresh_head
-from ..tasks.tasks import TASKS
+from .recipes import RECIPES, Recipe
 
 STEPS = 150
 FRESH_STEPS = 300
@@ -35,14 +38,15 @@ WITHOUT_HEAD, STARTED_FROM = "without a head", "the head that all start from"
 
 @dataclass(frozen=True)
 class Variant:
-    """One recipe.
+    """One way to train the head.
 
     Attributes:
-        changes: options of `MRPTrainingArguments` that differ from the embedded head's recipe.
-        visited: train on the states that decoding visits instead of random ones.
-        fresh: start afresh, and train for `FRESH_STEPS`.
-        layers, residual: of a fresh head.
-        after: the fresh variant whose finished head this one goes on from, instead of the one that all start from.
+        changes: options of `MRPTrainingArguments` that differ from the embedded head's.
+        visited: train on the states that decoding visits instead of random states.
+        fresh: start from a newly initialised head, and train for `FRESH_STEPS`.
+        layers: number of layers of the newly initialised head.
+        residual: whether the newly initialised head predicts a residual rather than the full distribution.
+        after: name of the fresh variant whose finished head this one continues from, instead of the common start.
     """
 
     changes: dict = field(default_factory=dict)
@@ -75,43 +79,68 @@ VARIANTS = {
 }
 
 
-def load_model(task, scratch: Path) -> MRPForDiffusionLM:
-    """Backbone and head to start from: finished ones of the scratch folder, else the embedded checkpoint's."""
+def load_model(recipe: Recipe, scratch: Path) -> MRPForDiffusionLM:
+    """The model that the variants start from: that of the scratch folder if finished, else the embedded checkpoint."""
     if not (scratch / "head").exists():
-        return MRPForDiffusionLM.from_pretrained(task.folder)
-    model = with_fresh_head(build_backbone(task, scratch), task)
+        return MRPForDiffusionLM.from_pretrained(recipe.task.folder)
+    model = with_fresh_head(build_backbone(recipe, scratch), recipe)
     load_head(model, scratch / "head")
     return model
 
 
-def train_variant(name: str, start, task, rows: dict[bool, Dataset], heads: Path) -> MRPForDiffusionLM:
-    """The variant's model, trained when the folder `heads` does not hold its head yet."""
+def train_variant(
+    name: str, start: MRPForDiffusionLM, recipe: Recipe, rows: dict[bool, Dataset], heads: Path
+) -> MRPForDiffusionLM:
+    """Train a variant, or load its head if the folder `heads` already holds it.
+
+    Args:
+        name: key of `VARIANTS`.
+        start: model that the variants start from.
+        recipe: recipe of the embedded checkpoint.
+        rows: training rows of random states (key False) and of visited states (key True).
+        heads: folder of the finished heads.
+    """
     variant, folder = VARIANTS[name], heads / name.replace(" ", "-")
     changes = {"max_steps": FRESH_STEPS, "per_device_train_batch_size": ROWS}
     if variant.fresh:
-        model = with_fresh_head(start, task, variant.layers, variant.residual)
+        model = with_fresh_head(start, recipe, variant.layers, variant.residual)
     else:
         changes |= {"max_steps": STEPS, "muon_learning_rate": 0.01, "learning_rate": 1.5e-3}
-        model = deepcopy(start) if variant.after is None else train_variant(variant.after, start, task, rows, heads)
+        model = deepcopy(start) if variant.after is None else train_variant(variant.after, start, recipe, rows, heads)
     arguments = head_arguments(folder / "training", **changes | variant.changes)
     train_or_load(model, lambda: rows[variant.visited], arguments, folder / "head")
     return model.eval()
 
 
-def forwards_saved(model, task, samples, **options) -> dict[str, float]:
-    """Static's forwards over those of every mode of `MODES`."""
+def forwards_saved(
+    model: MRPForDiffusionLM, task: Task, samples: Sequence[Sample], **options: Any
+) -> dict[str, float]:
+    """Ratio of static decoding's backbone forwards to those of every other mode of `MODES`, by mode.
+
+    Args:
+        model: model to decode with.
+        task: task that the samples belong to.
+        samples: samples to decode.
+        options: further options of `generate` for the modes that draft.
+    """
     modes = {name: mode_options(name, model.config.block_size) for name in MODES}
     modes = {name: mode | (options if needs_head(mode) else {}) for name, mode in modes.items()}
     rows = run_demo(model, task, samples, modes)
     return {row.name: rows[0].backbone_forwards / row.backbone_forwards for row in rows[1:]}
 
 
-def compare(task, scratch: Path, names: list[str]) -> dict[str, dict[str, float]]:
+def compare(recipe: Recipe, scratch: Path, names: list[str]) -> dict[str, dict[str, float]]:
+    """Train and measure the variants of these names, and print one line of the table for each.
+
+    Returns:
+        For every variant, the result of `forwards_saved`.
+    """
+    task = recipe.task
     scratch.mkdir(parents=True, exist_ok=True)
-    start = load_model(task, scratch)
+    start = load_model(recipe, scratch)
     samples = task.held_out("validation", VALIDATION_SAMPLES)
-    rows = {False: sample_rows(task.tokenizer, map(task.head_sample, range(FRESH_STEPS * ROWS)))}
-    rows[True] = visited_rows(start, task, scratch, STEPS * ROWS)
+    rows = {False: sample_rows(task.tokenizer, map(recipe.head_sample, range(FRESH_STEPS * ROWS)))}
+    rows[True] = visited_rows(start, recipe, scratch, STEPS * ROWS)
     print(
         f"{STEPS} steps of {ROWS} samples, fresh heads {FRESH_STEPS}; "
         f"forwards saved on {len(samples)} validation samples, greedy\n"
@@ -126,24 +155,25 @@ def compare(task, scratch: Path, names: list[str]) -> dict[str, dict[str, float]
         elif name == STARTED_FROM:
             found = forwards_saved(start, task, samples)
         else:
-            found = forwards_saved(train_variant(name, start, task, rows, scratch / "heads"), task, samples)
+            found = forwards_saved(train_variant(name, start, recipe, rows, scratch / "heads"), task, samples)
         results[name] = found
         print(f"| {name} | " + " | ".join(f"{found[column]:.2f}" for column in columns) + " |", flush=True)
     return results
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Compare the variants that the command line names, and add the results to those of earlier runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("task", choices=TASKS)
-    parser.add_argument("--scratch", type=Path, help="where backbones and heads are kept (build/TASK)")
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="recipes to compare (all)")
-    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (2)")
+    parser.add_argument("task", choices=RECIPES)
+    parser.add_argument("--scratch", type=Path, help="folder of backbones and heads (default: build/TASK)")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants (default: all)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (default: 2)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     scratch = options.scratch or Path("build") / options.task
     file = scratch / "comparison.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    results = known | compare(TASKS[options.task], scratch, options.only)
+    results = known | compare(RECIPES[options.task], scratch, options.only)
     file.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 

@@ -1,8 +1,14 @@
 """Training of an embedded checkpoint's backbone: block-causal masked diffusion with noisy and clean streams.
 
-A row is [noisy_1 | ... | noisy_S | clean]. The clean stream holds prompt and answer; a noisy one only the blocks with
-answer tokens, some of them masked. A noisy block sees itself and the *clean* blocks before it, the very view that it
-has in decoding. The logits at position i predict token i.
+A row is [noisy_1 | ... | noisy_S | clean]. The clean stream holds prompt and answer. A noisy stream holds only the
+blocks with answer tokens, and some of those tokens are masked in it. A noisy block attends to itself and to the
+*clean* blocks before it, as it does in decoding. The logits at position i predict token i (no shift).
+
+                      keys
+             | noisy_1 | noisy_2 |     clean      |
+    noisy_1  |  same   |         | earlier blocks |
+    noisy_2  |         |  same   | earlier blocks |
+    clean    |         |         | block-causal   |
 """
 
 import math
@@ -13,17 +19,34 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedTokenizerBase
 
+from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.masks import CLEAN, attention_mask, join, tokens_of_stream
+
+from ..tasks.tasks import Sample
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything that the backbone's weights depend on, beside its config and the samples."""
+class BackboneRecipe:
+    """Settings of the backbone's training. With its config and the samples, they determine the weights.
+
+    Attributes:
+        seed: seed of the noise and of the order of the batches.
+        steps: number of training steps.
+        rows: number of samples per batch.
+        streams: number of noisy streams per sample.
+        matrix_lr: learning rate of Muon, for the matrices of the layers.
+        other_lr: learning rate of Adam, for all other parameters.
+        weight_decay: weight decay of Muon.
+        warmup_steps: number of steps over which the learning rates rise.
+        pool_batches: number of batches whose samples are sorted by length together, to keep padding small.
+    """
 
     seed: int = 0
     steps: int = 1700
@@ -33,40 +56,54 @@ class Recipe:
     other_lr: float = 3e-3
     weight_decay: float = 0.01
     warmup_steps: int = 50
-    pool_batches: int = 8  # problems of so many batches are sorted by length, so that a batch holds little padding
+    pool_batches: int = 8
 
 
 @dataclass(frozen=True)
 class Batch:
-    """clean [R, L]; noisy and weight [R, S, N]: the last N positions of the clean stream; blocks: how many count."""
+    """One batch of R samples with S noisy streams.
 
-    clean: torch.Tensor
-    noisy: torch.Tensor
-    weight: torch.Tensor
+    Attributes:
+        clean: token ids of the clean stream [R, L].
+        noisy: token ids of the noisy streams [R, S, N], at the last N positions of the clean stream.
+        weight: weights of the loss [R, S, N], zero where nothing is masked.
+        blocks: number of noisy blocks with answer tokens, over which the loss is averaged.
+    """
+
+    clean: Tensor
+    noisy: Tensor
+    weight: Tensor
     blocks: int
 
 
-def encode_sample(tokenizer, sample, block_size: int) -> tuple[list[int], int]:
-    """Token ids of a sample's prompt and answer, filled with eos to the end of the block, and the prompt's length."""
+def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: Sample, block_size: int) -> tuple[list[int], int]:
+    """Return the token ids of prompt and answer, filled up with eos to a whole block, and the prompt's length."""
     prompt = tokenizer(sample.prompt)["input_ids"]
     ids = prompt + tokenizer(sample.answer)["input_ids"] + [tokenizer.eos_token_id]
     return ids + [tokenizer.eos_token_id] * (-len(ids) % block_size), len(prompt)
 
 
-def add_noise(clean, answer, block_size, streams, mask_id, generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mask m tokens of every block, m uniform in 1..number of answer tokens in it, each with weight 1/m.
+def add_noise(
+    clean: Tensor, answer: Tensor, block_size: int, streams: int, mask_id: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Mask m answer tokens of every block, with m uniform in 1..number of its answer tokens, each with weight 1/m.
 
     Args:
-        clean, answer: [R, N], token ids, and which of them belong to an answer; N is a multiple of block_size.
+        clean: token ids [R, N], where N is a multiple of block_size.
+        answer: which tokens belong to an answer, boolean [R, N].
+        block_size: number of tokens per block.
+        streams: number of noisy copies of each row.
+        mask_id: id of the mask token.
+        generator: source of the randomness.
 
     Returns:
-        noisy ids [R, streams, N] and weights [R, streams, N], 0 where nothing is masked.
+        Noisy token ids [R, streams, N], and weights [R, streams, N] that are 0 where nothing is masked.
     """
     rows, length = clean.shape
     answer = answer.view(rows, 1, -1, block_size).expand(-1, streams, -1, -1)
     available = answer.sum(-1, keepdim=True)
     wanted = (torch.rand(available.shape, generator=generator) * available).long() + 1
-    order = torch.rand(answer.shape, generator=generator).masked_fill(~answer, 2.0)  # answer tokens first
+    order = torch.rand(answer.shape, generator=generator).masked_fill(~answer, 2.0)  # sorts the answer tokens first
     rank = order.argsort(-1).argsort(-1)
     masked = (answer & (rank < wanted)).view(rows, streams, length)
     weight = (answer & (rank < wanted)) / wanted
@@ -74,8 +111,22 @@ def add_noise(clean, answer, block_size, streams, mask_id, generator) -> tuple[t
     return noisy, weight.view(rows, streams, length)
 
 
-def make_batch(rows: list[tuple[list[int], int]], tokenizer, block_size: int, streams: int, generator) -> Batch:
-    """Rows of `encode_sample`, right-padded; the noisy streams start at the first block that holds an answer."""
+def make_batch(
+    rows: list[tuple[list[int], int]],
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    streams: int,
+    generator: torch.Generator,
+) -> Batch:
+    """Pad encoded samples on the right and add noisy streams, from the first block with an answer token on.
+
+    Args:
+        rows: results of `encode_sample`.
+        tokenizer: tokenizer that encoded them.
+        block_size: number of tokens per block.
+        streams: number of noisy streams per row.
+        generator: source of the noise.
+    """
     length = max(len(ids) for ids, _ in rows)
     start = min(prompt for _, prompt in rows) // block_size * block_size
     clean = torch.tensor([ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids, _ in rows])
@@ -87,8 +138,17 @@ def make_batch(rows: list[tuple[list[int], int]], tokenizer, block_size: int, st
     return Batch(clean, noisy, weight, blocks)
 
 
-def batches(sample: Callable, tokenizer, recipe: Recipe, block_size: int) -> Iterator[Batch]:
-    """The batches of all steps, in order: a pure function of the recipe and of what `sample` makes of 0, 1, ..."""
+def batches(
+    sample: Callable[[int], Sample], tokenizer: PreTrainedTokenizerBase, recipe: BackboneRecipe, block_size: int
+) -> Iterator[Batch]:
+    """Yield the batches of all steps, in order. They depend on the arguments alone.
+
+    Args:
+        sample: returns the training sample of a number 0, 1, 2, ...
+        tokenizer: tokenizer of the backbone.
+        recipe: settings of the training.
+        block_size: number of tokens per block.
+    """
     for pool in range(-(-recipe.steps // recipe.pool_batches)):
         size = recipe.rows * recipe.pool_batches
         encoded = [
@@ -102,8 +162,8 @@ def batches(sample: Callable, tokenizer, recipe: Recipe, block_size: int) -> Ite
             yield make_batch(rows, tokenizer, block_size, recipe.streams, generator)
 
 
-def backbone_loss(model, batch: Batch) -> torch.Tensor:
-    """Mean over blocks of the mean cross-entropy of a block's masked tokens."""
+def backbone_loss(model: MRPForDiffusionLM, batch: Batch) -> Tensor:
+    """Cross-entropy of the masked tokens, averaged within each block and then over the blocks."""
     streams, length = batch.noisy.shape[1:]
     at = torch.arange(batch.clean.shape[1])[None]
     clean = tokens_of_stream(torch.zeros_like(at), at, model.config.block_size, CLEAN, CLEAN)
@@ -124,15 +184,24 @@ def backbone_loss(model, batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def bits_per_token(model, tokenizer, rows: list[tuple[list[int], int]], streams: int = 16, seed: int = 0) -> float:
+def bits_per_token(
+    model: MRPForDiffusionLM,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[tuple[list[int], int]],
+    streams: int = 16,
+    seed: int = 0,
+) -> float:
     """Upper bound of the code length of the rows' answer tokens, end of text included, in bits per token.
 
-    The loss with m masked tokens, m uniform in 1..n, times n, is the expected length of a block's n answer tokens when
-    they are revealed one by one in random order.
+    With m masked tokens, m uniform in 1..n, the loss times n is the expected code length of a block's n answer tokens
+    when they are revealed one by one in random order.
 
     Args:
-        rows: of `encode_sample`.
-        streams: draws of the noise per row.
+        model: model whose backbone is measured.
+        tokenizer: tokenizer that encoded the rows.
+        rows: results of `encode_sample`.
+        streams: number of draws of the noise per row.
+        seed: seed of the noise.
     """
     usual = model.config._attn_implementation
     model.set_attn_implementation("tiny_backbone_streams")
@@ -142,28 +211,45 @@ def bits_per_token(model, tokenizer, rows: list[tuple[list[int], int]], streams:
         prompt = row[1]
         batch = make_batch([row], tokenizer, size, streams, generator)
         answers = torch.full(batch.weight.shape[-1:], float(size))
-        answers[:size] -= prompt % size  # the first block begins with the prompt's tail
+        answers[:size] -= prompt % size  # the first block begins with the end of the prompt
         nats += backbone_loss(model, replace(batch, weight=batch.weight * answers, blocks=streams)).item()
         tokens += len(row[0]) - prompt
     model.set_attn_implementation(usual)
     return nats / tokens / math.log(2)
 
 
-def stream_attention(module, query, key, value, attention_mask, scaling, **kwargs):
-    """Attention over [noisy_1 | ... | noisy_S | clean] without the pairs that no mask allows: noisy i to noisy j.
+def stream_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: tuple[Tensor, Tensor],
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over [noisy_1 | ... | noisy_S | clean] that never computes the scores between two noisy streams.
+
+    Every noisy stream becomes a row of its own, with the clean stream's keys and values behind its own.
 
     Args:
-        query [R, heads, S * N + L, D]; key, value [R, kv heads, S * N + L, D].
-        attention_mask: the masks of a noisy stream [1, 1, N, N + L] and of the clean one [1, 1, L, L].
+        module: the calling attention layer; unused, as are the keyword arguments.
+        query: [R, heads, S * N + L, D].
+        key: [R, kv heads, S * N + L, D].
+        value: [R, kv heads, S * N + L, D].
+        attention_mask: the mask of a noisy stream [1, 1, N, N + L], and that of the clean stream [1, 1, L, L].
+        scaling: factor of the scores.
+
+    Returns:
+        The output [R, S * N + L, heads, D], and None in place of the attention weights.
     """
     noisy_mask, clean_mask = attention_mask
     length, context = noisy_mask.shape[-2], clean_mask.shape[-1]
     streams = (query.shape[2] - context) // length
 
-    def noisy(states):  # one row for every stream: [R * S, heads, N, D]
+    def noisy(states: Tensor) -> Tensor:  # one row per stream: [R * S, heads, N, D]
         return states[:, :, :-context].unflatten(2, (streams, length)).transpose(1, 2).flatten(0, 1)
 
-    def with_context(states):
+    def with_context(states: Tensor) -> Tensor:  # [R * S, heads, N + L, D]
         clean = states[:, None, :, -context:].expand(-1, streams, -1, -1, -1).flatten(0, 1)
         return torch.cat([noisy(states), clean], dim=2)
 
@@ -177,8 +263,8 @@ def stream_attention(module, query, key, value, attention_mask, scaling, **kwarg
 AttentionInterface.register("tiny_backbone_streams", stream_attention)
 
 
-def optimizers(model, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, Adam for embeddings, lm_head and norms."""
+def optimizers(model: MRPForDiffusionLM, recipe: BackboneRecipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, and Adam for the embeddings, the lm_head and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
     chosen = {id(p) for p in matrices}
     others = [p for p in [*model.model.parameters(), *model.lm_head.parameters()] if id(p) not in chosen]
@@ -188,15 +274,29 @@ def optimizers(model, recipe: Recipe) -> list[torch.optim.Optimizer]:
     ]
 
 
-def learning_rate_factor(step: int, recipe: Recipe) -> float:
-    """Warm-up, constant, and a linear decay to 0 over the last half."""
+def learning_rate_factor(step: int, recipe: BackboneRecipe) -> float:
+    """Factor of the learning rates at a step: linear warm-up, constant, then linear decay to 0 over the last half."""
     return min(1.0, (step + 1) / recipe.warmup_steps, 2 * (recipe.steps - step) / recipe.steps)
 
 
 def train_backbone(
-    model, tokenizer, sample: Callable, recipe: Recipe, state_file: Path, save_seconds: float = 120.0
+    model: MRPForDiffusionLM,
+    tokenizer: PreTrainedTokenizerBase,
+    sample: Callable[[int], Sample],
+    recipe: BackboneRecipe,
+    state_file: Path,
+    save_seconds: float = 120.0,
 ) -> None:
-    """Train in place. A killed run goes on from `state_file`, with the same result as one that was not killed."""
+    """Train the backbone in place. A run that was killed resumes from `state_file`, with the same final weights.
+
+    Args:
+        model: model whose backbone is trained.
+        tokenizer: tokenizer of the backbone.
+        sample: returns the training sample of a number 0, 1, 2, ...
+        recipe: settings of the training.
+        state_file: file for the state of the training.
+        save_seconds: how often the state is saved.
+    """
     model.freeze_backbone(False).train()
     model.set_attn_implementation("tiny_backbone_streams")
     optimizing = optimizers(model, recipe)
@@ -228,15 +328,20 @@ def train_backbone(
     model.freeze_backbone().eval()
 
 
-def save_state(file: Path, model, optimizing, step: int, seconds: float) -> None:
-    """Replace the file at once, so that a kill in between leaves the old one."""
+def save_state(
+    file: Path, model: MRPForDiffusionLM, optimizing: list[torch.optim.Optimizer], step: int, seconds: float
+) -> None:
+    """Write the state of the training. The file is replaced atomically, so a killed run leaves a complete one."""
     parts = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizing]}
     torch.save({**parts, "step": step, "seconds": seconds}, file.with_suffix(".new"))
     file.with_suffix(".new").replace(file)
 
 
-def load_state(file: Path, model, optimizing) -> tuple[int, float]:
-    """Steps done and seconds spent so far; (0, 0.0) without a file."""
+def load_state(file: Path, model: MRPForDiffusionLM, optimizing: list[torch.optim.Optimizer]) -> tuple[int, float]:
+    """Load the state of the training in place, and return the number of steps and seconds so far.
+
+    Without a file nothing is loaded, and the result is (0, 0.0).
+    """
     if not file.exists():
         return 0, 0.0
     state = torch.load(file, weights_only=True)

@@ -1,1 +1,1 @@
-"""The tasks that the embedded checkpoints solve."""
+"""The tasks that the embedded checkpoints are trained on and measured with."""

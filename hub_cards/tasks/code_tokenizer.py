@@ -1,4 +1,4 @@
-"""The byte-pair tokenizer of the embedded code checkpoint: a line end with its indentation is one piece."""
+"""The byte-pair tokenizer of the embedded code checkpoint: a line break and the indentation after it are one piece."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,11 @@ PIECES = r"\n *| ?[A-Za-z]+|_+|[0-9]| ?[^\sA-Za-z0-9_]+|\s+"
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level, so that every text can be written; pairs are merged within a word, a sign or a line end."""
+    """Train the tokenizer on the given texts.
+
+    It is byte-level, so that it can encode any text. Pairs are merged only within a word, an operator, or a line break
+    with its indentation.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,148 +1,130 @@
-"""What the embedded checkpoints are trained on and shown with: one task for each."""
+"""The tasks of the embedded checkpoints: tokenizer, samples, splits and scoring of each."""
 
-import json
+import platform
 import random
 from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from . import code_tokenizer, word_tokenizer
 from .python_functions import Function, functions, parses
-from ..build.tiny_backbone import Recipe, bits_per_token, encode_sample
-from .word_problems import Problem, problem, problems, score, statement
+from .references import Reference, References
+from .word_problems import Problem, problems, score
 
 CARDS = Path(__file__).parents[1]
 
 
 class WordProblems:
-    """Grade-school word problems with worked steps; there is no end of different ones.
+    """Grade-school word problems with worked steps.
 
-    The first samples are statements: they teach the backbone to copy names and things.
+    Attributes:
+        name: short name of the task, which also names its checkpoint on the command line.
+        folder: folder of the embedded checkpoint.
+        answer_tokens: number of new tokens that every answer fits into.
+        right_when: what makes an answer right, in words; None if the task cannot tell.
     """
 
     name = "words"
     folder = CARDS / "sdar-tiny-mrp"
-    description = (
-        "The task: grade-school word problems with two to six worked steps (`hub_cards/tasks/word_problems.py`). An answer "
-        "is right when every step, the name, the thing and the number are."
-    )
     answer_tokens = 48
-    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12, "head_dim": 32}
-    recipe = Recipe(steps=1700)
-    head_steps = 600
-    refine_steps = 900
-    refine_samples = 4800
-    statements = 4864
     right_when = "every step, name, thing and number right"
 
     @cached_property
-    def tokenizer(self):
+    def tokenizer(self) -> PreTrainedTokenizerFast:
         return word_tokenizer.build_tokenizer()
 
-    def backbone_sample(self, number: int) -> Problem:
-        """Sample of the backbone's training, by number."""
-        return statement(number) if number < self.statements else problem("train", number)
-
-    def head_sample(self, number: int) -> Problem:
-        """Sample of the head's training: problems new to the backbone."""
-        return problem("train", number, seed=1)
-
     def held_out(self, split: str, n: int) -> list[Problem]:
-        """The first samples of `validation` or `test`."""
+        """The first n problems of the `validation` or `test` split."""
         return list(problems(split, n))
 
-    def right(self, sample: Problem, text: str) -> bool:
-        """Whether the text that a model wrote is a right answer, in all its parts."""
-        return score(sample, text).worked
-
-    def quality(self, model, samples) -> str:
-        """Nothing beside the accuracies."""
+    def note(self, split: str, n: int) -> str:
+        """Always empty: the problems are the same everywhere."""
         return ""
 
-    def extra_files(self) -> dict[str, str]:
-        """None: the samples can be drawn anywhere."""
-        return {}
+    def right(self, sample: Problem, text: str) -> bool:
+        """Whether every step, the name, the thing and the number are right."""
+        return score(sample, text).worked
 
 
 class PythonFunctions:
-    """Bodies of the standard library's functions, from their line of `def`; pass after pass over the same ones.
+    """Bodies of the standard library's functions, given their `def` lines.
 
-    The tokenizer and the held-out functions of the published figures lie in the checkpoint's folder and are taken from
-    there once it exists: the library differs from one interpreter to the next.
+    The standard library differs from one Python version to the next. The checkpoint's folder therefore holds the
+    tokenizer, and references to the held-out functions on which its figures were measured. Those that the running
+    interpreter lacks, or has in another version, are left out. Without such a folder, as during the first build, the
+    held-out functions are drawn from the running interpreter's library.
+
+    Attributes:
+        name, folder, answer_tokens, right_when: as in `WordProblems`.
+        prompt_tokens: the most tokens that the prompt of a function in use may have.
     """
 
     name = "code"
     folder = CARDS / "sdar-tiny-code-mrp"
-    description = (
-        "The task: bodies of functions of Python's standard library, from their line of `def` "
-        "(`hub_cards/tasks/python_functions.py`): without docstrings and comments, written in one style, 300 characters at "
-        "most. The files of the test functions are held out."
-    )
     answer_tokens = 96
     prompt_tokens = 24
-    shape = {"hidden_size": 160, "intermediate_size": 384, "num_hidden_layers": 8, "head_dim": 40}
-    recipe = Recipe(steps=2400, pool_batches=16)
-    head_steps = 400
-    refine_steps = 400
-    refine_samples = 2400
-    right_when = None  # a body can be right in too many ways
+    right_when = None  # the same behaviour can be written in too many ways
 
     @cached_property
-    def tokenizer(self):
+    def tokenizer(self) -> PreTrainedTokenizerFast:
         if (self.folder / "tokenizer.json").is_file():
             return AutoTokenizer.from_pretrained(self.folder)
         return code_tokenizer.build_tokenizer(f.prompt + f.answer for f in functions("train"))
 
     @cached_property
+    def references(self) -> References | None:
+        """The checkpoint's references to its held-out functions; None if the folder holds none."""
+        file = self.folder / "held_out.json"
+        return References.read(file) if file.is_file() else None
+
+    @cached_property
     def training(self) -> list[Function]:
-        """All training functions that fit."""
+        """All training functions whose prompt and answer are short enough."""
         return self._fitting(functions("train"))
 
-    def backbone_sample(self, number: int) -> Function:
-        """Sample of the backbone's training, by number; every pass has another order."""
-        epoch, place = divmod(number, len(self.training))
-        return self.training[_shuffled(len(self.training), epoch)[place]]
-
-    def head_sample(self, number: int) -> Function:
-        """Sample of the head's training: the same functions in an order of their own."""
-        epoch, place = divmod(number, len(self.training))
-        return self.training[_shuffled(len(self.training), -1 - epoch)[place]]
-
     def held_out(self, split: str, n: int) -> list[Function]:
-        """The first samples of `validation` or `test`: the checkpoint's, else of this interpreter's library."""
-        file = self.folder / "held_out.json"
-        if file.is_file():
-            stored = json.loads(file.read_text(encoding="utf-8"))[split]
-            return [Function(**one) for one in stored[:n]]
-        return self.draw_held_out(split, n)
+        """The first n functions of the `validation` or `test` split, without those that this Python does not have.
 
-    def draw_held_out(self, split: str, n: int) -> list[Function]:
-        """Held-out functions of this interpreter's library, drawn at random."""
-        fitting = self._fitting(functions(split))
-        return [fitting[place] for place in _shuffled(len(fitting), 0)[:n]]
+        Raises:
+            ValueError: if this Python has none of them.
+        """
+        if self.references is None:
+            return self.draw_held_out(split, n)
+        found = [function for function in map(Reference.find, self.references.splits[split][:n]) if function]
+        if n > 0 and not found:
+            raise ValueError(
+                f"none of the first {n} {split} functions is in the standard library of Python "
+                f"{platform.python_version()} as it is in that of {self.references.python}; use Python "
+                f"{self.references.python} with its complete standard library, tests included"
+            )
+        return found
 
-    def quality(self, model, samples: Sequence[Function]) -> str:
-        """Bits per token and the share of completions that parse."""
-        rows = [encode_sample(self.tokenizer, sample, model.config.block_size) for sample in samples]
-        bits = bits_per_token(model, self.tokenizer, rows)
-        inputs = self.tokenizer([sample.prompt for sample in samples], return_tensors="pt", padding=True)
-        ids = model.generate(**inputs, mrp_mode=None, max_new_tokens=self.answer_tokens)
-        texts = self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    def left_out(self, split: str, n: int) -> int:
+        """How many of the first n references `held_out` leaves out, because this Python lacks or differs in them."""
+        if self.references is None:
+            return 0
+        return sum(reference.find() is None for reference in self.references.splits[split][:n])
+
+    def note(self, split: str, n: int) -> str:
+        """How many of the first n functions are left out under this Python; empty if none is."""
+        left_out = self.left_out(split, n)
+        if not left_out:
+            return ""
+        total = len(self.references.splits[split][:n])
         return (
-            f"The backbone needs at most {bits:.2f} bits per token of the held-out functions (the mean over all "
-            f"orders of revealing a block, an upper bound), and {self.parsing_share(samples, texts):.1%} of its "
-            "completions parse as one whole function with their prompt."
+            f"{left_out} of {total} held-out functions are missing or different in Python "
+            f"{platform.python_version()} and are left out (the full set is that of {self.references.python})"
         )
 
-    def extra_files(self) -> dict[str, str]:
-        """The held-out functions, by split."""
-        splits = {split: [vars(f) for f in self.draw_held_out(split, 200)] for split in ("validation", "test")}
-        return {"held_out.json": json.dumps(splits, indent=0)}
+    def draw_held_out(self, split: str, n: int) -> list[Function]:
+        """Held-out functions of the running interpreter's library, drawn at random with a fixed seed."""
+        fitting = self._fitting(functions(split))
+        return [fitting[place] for place in shuffled(len(fitting), 0)[:n]]
 
     def parsing_share(self, samples: Sequence[Function], texts: Sequence[str]) -> float:
-        """Share of completions that parse as one whole function with their prompt."""
+        """Share of the texts that are one complete function together with their sample's prompt."""
         return sum(parses(s.prompt, text) for s, text in zip(samples, texts, strict=True)) / len(samples)
 
     def _fitting(self, candidates: Sequence[Function]) -> list[Function]:
@@ -156,8 +138,12 @@ class PythonFunctions:
 
 
 @cache
-def _shuffled(n: int, seed: int) -> list[int]:
+def shuffled(n: int, seed: int) -> list[int]:
+    """The numbers 0 to n - 1 in a random order that depends on n and the seed alone."""
     return random.Random(f"order {seed}").sample(range(n), n)
 
 
-TASKS = {"words": WordProblems(), "code": PythonFunctions()}
+Task = WordProblems | PythonFunctions
+Sample = Problem | Function
+
+TASKS: dict[str, Task] = {"words": WordProblems(), "code": PythonFunctions()}

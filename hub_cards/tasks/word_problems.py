@@ -1,13 +1,14 @@
-"""Grade-school word problems with worked steps: the task of the embedded checkpoint.
+"""Grade-school word problems with worked steps: the task of the embedded words checkpoint.
 
     Tom has 23 apples, buys 14, doubles them. How many?
     first 14 + 23 = 37 then 37 * 2 = 74 so Tom has 74 apples.
 
 Every problem has many right answers: connectives of one or two words and the order of the operands are drawn at
-random. That leaves several tokens of a block uncertain *together*, which is what breaks revealing them in parallel.
+random. The tokens of a connective are therefore uncertain but depend on one another, and revealing them in parallel
+can combine parts of different connectives.
 
-A problem is a pure function of (split, seed, index). Its split follows from its arithmetic alone (`split_of`), so two
-splits never share a chain of operations, whatever the names, things and verbs.
+A problem is a pure function of (split, seed, index). Its split is computed from its arithmetic alone (`split_of`), so
+two splits never share a chain of operations, whatever the names, things and verbs.
 """
 
 import random
@@ -37,11 +38,11 @@ CLOSINGS = {
 SWAP_PROBABILITY = 0.4  # of writing "b + a" where the running total is a
 
 STEP_COUNTS = {2: 0.2, 3: 0.25, 4: 0.25, 5: 0.2, 6: 0.1}
-# Long solutions fit into an answer only while their numbers are small.
+# Long solutions fit into an answer only if their numbers are small.
 VALUE_LIMITS = {2: MAX_VALUE, 3: MAX_VALUE, 4: MAX_VALUE, 5: 40, 6: 18}
 
 SPLITS = ("train", "validation", "test")
-_BUCKETS = 16  # one of them for validation, one for test
+_BUCKETS = 16  # of which validation and test get one each
 
 _TOKEN = re.compile(r"\d|[A-Za-z]+|[^\sA-Za-z\d]")
 _STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
@@ -49,7 +50,7 @@ _STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 
 @dataclass(frozen=True)
 class Step:
-    """One worked line `left operation right = result`."""
+    """One worked step `left operation right = result`."""
 
     left: int
     operation: str
@@ -57,13 +58,22 @@ class Step:
 
     @property
     def result(self) -> int:
+        """The result of the operation; division rounds down."""
         a, b = self.left, self.right
         return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[self.operation]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem, its steps in order, and one of its right answers."""
+    """A problem.
+
+    Attributes:
+        prompt: the question.
+        answer: one of its right answers.
+        name: the person the question is about.
+        item: the kind of thing that is counted.
+        steps: the steps of the solution, in order.
+    """
 
     prompt: str
     answer: str
@@ -73,24 +83,30 @@ class Problem:
 
     @property
     def value(self) -> int:
+        """The number that the question asks for."""
         return self.steps[-1].result
 
 
 @dataclass(frozen=True)
 class Score:
-    """number: the last number of the text is right. worked: every step, the name and the thing are right too."""
+    """Which parts of an answer are right.
+
+    Attributes:
+        number: whether the last number of the text is right.
+        worked: whether every step, the name and the thing are right too.
+    """
 
     number: bool
     worked: bool
 
 
 def split_text(text: str) -> list[str]:
-    """The tokens of `text`: words, single digits and signs."""
+    """Split `text` into its tokens: words, single digits and signs."""
     return _TOKEN.findall(text)
 
 
 def vocabulary() -> list[str]:
-    """Every token a problem or an answer can hold, in a fixed order."""
+    """All tokens that problems and answers can contain, in a fixed order."""
     phrases = [*OPENINGS, *LINKS, *CLOSINGS, "has to of them How many?"]
     words = [w for phrase in phrases for w in split_text(re.sub(r"{\w+}", "", phrase))]
     verbs = [*VERBS["+"], *VERBS["-"], *MULTIPLES.values(), *CONTAINERS]
@@ -104,7 +120,16 @@ def split_of(start: int, steps: tuple[Step, ...]) -> str:
 
 
 def problem(split: str, index: int, seed: int = 0) -> Problem:
-    """Problem number `index` (>= 0) of a split; raises ValueError for an unknown split."""
+    """Draw one problem of a split.
+
+    Args:
+        split: one of `SPLITS`.
+        index: number of the problem, at least 0.
+        seed: seed of the sequence of problems.
+
+    Raises:
+        ValueError: if there is no such split.
+    """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     rng = random.Random(f"{split} {seed} {index}")
@@ -116,10 +141,15 @@ def problem(split: str, index: int, seed: int = 0) -> Problem:
 
 
 def statement(index: int, seed: int = 0) -> Problem:
-    """A problem with nothing to work out: "Tom has 23 apples. How many?", "so Tom has 23 apples.".
+    """Draw a problem without steps: "Tom has 23 apples. How many?" with the answer "so Tom has 23 apples.".
 
-    Name and thing stand once in an answer. Among full problems their part of the loss is too small to be learned
-    from scratch (after 2000 steps every name was still equally likely); here it is nearly all of the loss.
+    An answer contains the name and the thing once. In full problems they contribute so little to the loss that a model
+    trained from scratch does not learn to copy them (after 2000 steps every name was still equally likely). In a
+    statement they make up nearly all of the loss.
+
+    Args:
+        index: number of the statement, at least 0.
+        seed: seed of the sequence of statements.
     """
     rng = random.Random(f"statement {seed} {index}")
     name, item, value = rng.choice(NAMES), rng.choice(ITEMS), rng.randint(2, MAX_VALUE)
@@ -128,16 +158,16 @@ def statement(index: int, seed: int = 0) -> Problem:
 
 
 def problems(split: str, n: int | None = None, seed: int = 0) -> Iterator[Problem]:
-    """The first n problems of a split, or all of them without end."""
+    """Yield the first n problems of a split, or an endless sequence if n is None."""
     return (problem(split, i, seed) for i in (count() if n is None else range(n)))
 
 
 def score(problem: Problem, text: str) -> Score:
-    """Judge the text that a model wrote for `problem`.
+    """Score the text that a model wrote for `problem`.
 
-    Only the last number counts for `number`. `worked` asks for the whole answer in the form of the task: all steps
-    in order (either operand first where the operation commutes), a connective before each, a closing sentence with
-    the right name, number and thing.
+    `number` looks at the last number only. `worked` requires a complete answer in the form of the task: all steps in
+    order (with the operands in either order if the operation commutes), a connective before each of them, and a
+    closing sentence with the right name, number and thing.
     """
     numbers = re.findall(r"\d+", text)
     return Score(
@@ -177,7 +207,7 @@ def _draw(rng: random.Random, weights: dict):
 
 
 def _draw_problem(rng: random.Random, n_steps: int) -> tuple[str, Problem] | None:
-    """One attempt; None when it leaves the limits of values or lengths."""
+    """Try to draw a problem and its split; None if it exceeds the limits on values or lengths."""
     limit = VALUE_LIMITS[n_steps]
     start = value = rng.randint(2, limit)
     name, item = rng.choice(NAMES), rng.choice(ITEMS)
@@ -197,7 +227,7 @@ def _draw_problem(rng: random.Random, n_steps: int) -> tuple[str, Problem] | Non
 
 
 def _draw_event(rng: random.Random, value: int, limit: int, room: int, name: str) -> tuple[str, list[Step]] | None:
-    """A clause of the prompt and the one or two steps it takes; None when the one drawn is impossible."""
+    """Try to draw a clause of the prompt and its one or two steps; None if the drawn event is impossible."""
     kind = _draw(rng, {"+": 0.35, "-": 0.35, "multiple": 0.18, "containers": 0.12})
     if kind == "multiple":
         operation, factor = rng.choice(list(MULTIPLES))

@@ -1,4 +1,4 @@
-"""The word-level tokenizer of the embedded checkpoint: one token for a word, a digit or a sign."""
+"""The word-level tokenizer of the embedded words checkpoint: one token per word, digit or sign."""
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Numbers are read digit by digit ("23" is two tokens) and written together again by `decode`."""
+    """Build the tokenizer. Numbers are split into digits ("23" is two tokens), and `decode` joins the digits again."""
     specials = [MASK, PAD, EOS, UNKNOWN]
     ids = {token: i for i, token in enumerate([*specials, *vocabulary()])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
@@ -23,7 +23,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.Sequence(
         [
-            decoders.WordPiece(prefix="##", cleanup=False),  # a blank before every token but the first
+            decoders.WordPiece(prefix="##", cleanup=False),  # puts a space before every token but the first
             decoders.Fuse(),
             decoders.Replace(Regex(r"(?<=\d) (?=\d)| (?=[.,?])"), ""),
         ]
