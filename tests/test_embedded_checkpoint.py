@@ -1,4 +1,4 @@
-"""The embedded checkpoints: complete as a Hub folder, and the laws hold on real problems."""
+"""The embedded checkpoints: they are complete Hub folders, and decoding keeps its guarantees on real samples."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def new_tokens(model, inputs, **options):
 
 
 @pytest.mark.parametrize("folder", embedded_checkpoints(), ids=lambda folder: folder.name)
-def test_folder_is_complete_small_and_carries_the_present_code(folder):
+def test_folder_is_complete_and_small_and_its_code_is_up_to_date(folder):
     for name, text in code_files().items():
         stale = "run: python -m hub_cards.build.remote_code"
         assert (folder / name).is_file() and (folder / name).read_text(encoding="utf-8") == text, stale
@@ -53,7 +53,7 @@ def test_folder_is_complete_small_and_carries_the_present_code(folder):
     assert sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) <= 12 * 2**20
 
 
-def test_registered_classes_load_it_without_remote_code(model):
+def test_checkpoint_loads_with_the_registered_classes(model):
     assert type(model) is type(AutoModel.from_pretrained(FOLDER))
     assert type(model).__module__ == "modeling_mrp.modeling_mrp"
     assert model.generation_config.mrp_mode == "spec"
@@ -81,7 +81,7 @@ def test_backbone_only_equals_the_plain_loop(model, tokenizer):
 
 
 @pytest.mark.parametrize("mode", ["spec", "direct", "remask"])
-def test_a_row_in_a_batch_equals_the_row_alone(model, inputs, mode):
+def test_row_in_a_batch_equals_the_row_alone(model, inputs, mode):
     together, _ = new_tokens(model, inputs, mrp_mode=mode, confidence_threshold=0.5)
     for row in range(4):
         ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()][None]
@@ -90,9 +90,10 @@ def test_a_row_in_a_batch_equals_the_row_alone(model, inputs, mode):
 
 
 @pytest.mark.slow
-def test_the_demo_keeps_its_promises(model):
-    """Static is right on 85 % of held-out problems; spec-4 is identical at 1/1.9 of the forwards; leave-one-out wins
-    back half of what dynamic 0.5 loses, at 2.5 tokens a forward or more."""
+def test_demo_figures_reach_their_bounds(model):
+    """Static decoding solves at least 85 % of the problems, and spec-4 gives the same answers with at most 1/1.9 of the
+    forwards. Leave-one-out remasking recovers at least half of the accuracy that dynamic decoding at 0.5 loses, at 2.5
+    or more tokens per forward."""
     names = ("static", "spec-4", "dynamic-0.5", "remask-leave_one_out")
     modes = {name: mode_options(name, model.config.block_size) for name in names}
     rows = {row.name: row for row in run_demo(model, TASK, TASK.held_out("test", 200), modes)}
@@ -123,7 +124,7 @@ def test_spec_equals_backbone_only_decoding_on_code(code, draft):
 
 
 @pytest.mark.slow
-def test_completions_of_held_out_functions_parse_more_often_than_not(code):
+def test_more_than_half_of_the_completed_functions_parse(code):
     model, task, _ = code
     samples = task.held_out("test", 60)
     inputs = task.tokenizer([sample.prompt for sample in samples], return_tensors="pt", padding=True)
@@ -131,19 +132,19 @@ def test_completions_of_held_out_functions_parse_more_often_than_not(code):
     assert task.parsing_share(samples, task.tokenizer.batch_decode(ids, skip_special_tokens=True)) > 0.5
 
 
-def test_demo_completes_a_function_of_the_users(capsys):
+def test_demo_completes_the_users_function(capsys):
     main(["--model", "code", "--prompt", "def name(self):"])
     assert "return self" in capsys.readouterr().out
 
 
-def test_demo_answers_a_prompt_of_the_users(capsys):
+def test_demo_answers_the_users_prompt(capsys):
     main(["--prompt", "Tom has 23 apples, buys 14. How many?"])
     printed = capsys.readouterr().out
     assert "drafts" in printed and "·" in printed
     assert "37" in printed.splitlines()[-2]
 
 
-def test_demo_prints_its_table_without_accuracies_where_none_exist(capsys, monkeypatch):
+def test_demo_omits_the_accuracy_column_if_the_task_has_no_accuracy(capsys, monkeypatch):
     monkeypatch.setattr(type(TASK), "right_when", None)
     monkeypatch.setattr("mrp_trainer.commands.demo.MODES", ("static", "spec-2"))
     main(["--samples", "2"])
@@ -152,22 +153,22 @@ def test_demo_prints_its_table_without_accuracies_where_none_exist(capsys, monke
 
 
 @pytest.mark.parametrize("name", ["words", "sdar-tiny-mrp"])
-def test_demo_knows_a_checkpoint_by_either_name(name):
+def test_demo_accepts_both_names_of_a_checkpoint(name):
     assert task_of(name) is TASK
 
 
-def test_demo_names_the_checkpoints_there_are():
+def test_demo_lists_the_checkpoints_when_the_name_is_unknown():
     with pytest.raises(ValueError, match="'verse'.*words .sdar-tiny-mrp."):
         main(["--model", "verse"])
 
 
-def test_demo_names_words_it_does_not_know():
+def test_demo_names_the_unknown_words_of_a_prompt():
     with pytest.raises(ValueError, match="zebras"):
         main(["--prompt", "Tom has 23 zebras, buys 14. How many?"])
 
 
-def test_a_head_of_zeros_changes_nothing(inputs):
-    """Corrected logits equal the backbone's, `spec` stays lossless and drafts as without a head."""
+def test_head_whose_output_is_zero_changes_nothing(inputs):
+    """Corrected logits equal the backbone's, and `spec` is lossless and takes as many forwards as without a head."""
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     torch.nn.init.zeros_(model.mrp_head.norm.weight)
     ids = inputs["input_ids"]

@@ -1,4 +1,4 @@
-"""The code task: functions of the standard library, their splits, their tokenizer, and what parses."""
+"""The Python functions: reading them from the standard library, splits, tokenizer, and the parsing check."""
 
 import ast
 from pathlib import PurePosixPath
@@ -41,7 +41,7 @@ def umlaut(): return "ä"
 '''
 
 
-def test_functions_are_written_in_one_style_without_docstrings_and_comments():
+def test_functions_are_normalised_without_docstrings_and_comments():
     assert functions_of(SOURCE) == [
         Function("def first(a, b=1):", "\n    if a:\n        return b\n    return {'x': a}"),
         Function("def other(self):", "\n    return [i for i in self]"),
@@ -49,12 +49,19 @@ def test_functions_are_written_in_one_style_without_docstrings_and_comments():
     ]
 
 
-def test_a_file_that_does_not_parse_has_none():
+def test_functions_record_their_file_and_qualified_name():
+    found = functions_of(SOURCE, "folder/module.py")
+    assert [(one.file, one.name) for one in found] == [
+        ("folder/module.py", name) for name in ("first", "Thing.other", "outer")
+    ]
+
+
+def test_file_that_does_not_parse_yields_no_functions():
     assert functions_of("def broken(:") == []
     assert functions_of("x = '\0'") == []
 
 
-def test_splits_share_no_file_and_follow_the_name_alone():
+def test_splits_share_no_file_and_depend_on_the_path_alone():
     files = {split: set(library_files(split)) for split in SPLITS}
     assert files["train"] and files["test"] and files["validation"]
     assert not files["train"] & files["test"] and not files["test"] & files["validation"]
@@ -63,7 +70,7 @@ def test_splits_share_no_file_and_follow_the_name_alone():
         next(library_files("dev"))
 
 
-def test_held_out_functions_are_whole_short_and_not_in_the_training_files():
+def test_held_out_functions_are_complete_short_and_not_in_the_training_files():
     train, test = set(functions("train")), functions("test")
     assert len(train) > 5000 and len(test) > 300
     assert not train & set(test) and len(set(test)) == len(test)
@@ -83,11 +90,11 @@ def test_held_out_functions_are_whole_short_and_not_in_the_training_files():
         ("\n    return '\0'", False),
     ],
 )
-def test_a_completion_parses_as_one_whole_function(answer, whole):
+def test_completion_must_be_exactly_one_complete_function(answer, whole):
     assert parses("def f(x):", answer) is whole
 
 
-def test_tokenizer_writes_every_text_again_and_keeps_prompt_and_answer_apart():
+def test_tokenizer_decodes_to_the_same_text_and_never_merges_prompt_and_answer():
     tokenizer = build_tokenizer(f.prompt + f.answer for f in functions_of(SOURCE) * 20)
     for text in (SOURCE, "naïve = 'ß∂'\n\tif x:\n\t\tpass", "a__b = 1234"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

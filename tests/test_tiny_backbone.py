@@ -1,6 +1,7 @@
-"""Training of the embedded checkpoints: noise, streams, resuming, and the whole build in small."""
+"""Building the embedded checkpoints: noise, streams, resuming, and a complete build in small."""
 
 import math
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from hub_cards.build import build_tiny, tiny_backbone
+from hub_cards.build.recipes import RECIPES
 from hub_cards.build.tiny_backbone import (
-    Recipe,
+    BackboneRecipe,
     add_noise,
     backbone_loss,
     batches,
@@ -17,16 +19,17 @@ from hub_cards.build.tiny_backbone import (
     encode_sample,
     learning_rate_factor,
 )
-from hub_cards.tasks.tasks import TASKS, PythonFunctions, WordProblems
+from hub_cards.tasks.references import References
+from hub_cards.tasks.tasks import PythonFunctions, WordProblems
 from hub_cards.tasks.word_problems import problem, score, statement
 
 BLOCK = 8
-TASK = TASKS["words"]
+WORDS = RECIPES["words"]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return TASK.tokenizer
+    return WORDS.task.tokenizer
 
 
 def problem_number(number):
@@ -36,7 +39,7 @@ def problem_number(number):
 def small_model():
     from modeling_mrp import MRPForDiffusionLM
 
-    config = build_tiny.tiny_config(TASK, num_mrp_layers=0)
+    config = build_tiny.tiny_config(WORDS, num_mrp_layers=0)
     config.hidden_size, config.intermediate_size = 32, 32
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 16
     config.num_hidden_layers, config.layer_types = 2, ["full_attention"] * 2
@@ -44,7 +47,7 @@ def small_model():
     return MRPForDiffusionLM(config)
 
 
-def test_a_row_is_prompt_answer_and_eos_to_the_end_of_the_block(tokenizer):
+def test_encoded_sample_is_prompt_and_answer_filled_up_with_eos(tokenizer):
     one = problem("train", 0)
     ids, prompt = encode_sample(tokenizer, one, BLOCK)
     assert tokenizer.decode(ids[:prompt]) == one.prompt
@@ -53,9 +56,9 @@ def test_a_row_is_prompt_answer_and_eos_to_the_end_of_the_block(tokenizer):
     assert len(ids) - len(tokenizer(one.prompt + " " + one.answer)["input_ids"]) in range(1, BLOCK + 1)
 
 
-def test_noise_masks_answer_tokens_only_and_every_block_weighs_one():
+def test_noise_masks_only_answer_tokens_and_weights_sum_to_one_per_block():
     answer = torch.zeros(64, 24, dtype=torch.bool)
-    answer[:, 5:22] = True  # a prompt's tail, a full block, padding
+    answer[:, 5:22] = True  # the end of a prompt, a full block, padding
     clean = torch.full((64, 24), 7)
     noisy, weight = add_noise(clean, answer, BLOCK, 2, 99, torch.Generator().manual_seed(0))
     masked = noisy == 99
@@ -64,7 +67,7 @@ def test_noise_masks_answer_tokens_only_and_every_block_weighs_one():
     torch.testing.assert_close(weight.view(64, 2, 3, BLOCK).sum(-1), torch.ones(64, 2, 3))
 
 
-def test_the_masked_count_is_uniform():
+def test_number_of_masked_tokens_is_uniform():
     answer = torch.ones(4000, BLOCK, dtype=torch.bool)
     noisy, _ = add_noise(
         torch.zeros(4000, BLOCK, dtype=torch.long), answer, BLOCK, 1, 1, torch.Generator().manual_seed(0)
@@ -74,10 +77,10 @@ def test_the_masked_count_is_uniform():
     assert ((counts[1:] - 500) ** 2 / 500).sum() < 24.3  # chi-square, 7 degrees of freedom, p = 0.001
 
 
-def test_loss_and_gradient_equal_the_models_own_dual_stream_forward(tokenizer):
-    """The packed streams with their own attention against `forward(clean_ids=...)`, one stream after another."""
+def test_loss_and_gradients_equal_those_of_the_models_dual_stream_forward(tokenizer):
+    """Compare the packed streams with `forward(clean_ids=...)`, called for one noisy stream at a time."""
     model = small_model().freeze_backbone(False)
-    batch = next(batches(problem_number, tokenizer, Recipe(rows=6, pool_batches=1), BLOCK))
+    batch = next(batches(problem_number, tokenizer, BackboneRecipe(rows=6, pool_batches=1), BLOCK))
     model.set_attn_implementation("tiny_backbone_streams")
     ours = backbone_loss(model, batch)
     ours.backward()
@@ -97,18 +100,18 @@ def test_loss_and_gradient_equal_the_models_own_dual_stream_forward(tokenizer):
         torch.testing.assert_close(gradient[name], p.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_batches_are_a_function_of_the_recipe(tokenizer):
-    recipe = Recipe(steps=4, rows=4, pool_batches=2)
-    once, again = (list(batches(TASK.backbone_sample, tokenizer, recipe, BLOCK)) for _ in range(2))
+def test_batches_are_the_same_for_the_same_recipe(tokenizer):
+    recipe = BackboneRecipe(steps=4, rows=4, pool_batches=2)
+    once, again = (list(batches(WORDS.backbone_sample, tokenizer, recipe, BLOCK)) for _ in range(2))
     assert len(once) == 4
     assert all(
         torch.equal(a.noisy, b.noisy) and torch.equal(a.clean, b.clean) for a, b in zip(once, again, strict=True)
     )
 
 
-def test_statements_come_first_and_answer_themselves():
-    assert TASK.backbone_sample(TASK.statements - 1).steps == ()
-    assert TASK.backbone_sample(TASK.statements).steps
+def test_training_starts_with_statements_whose_answer_repeats_the_prompt():
+    assert WORDS.backbone_sample(WORDS.statements - 1).steps == ()
+    assert WORDS.backbone_sample(WORDS.statements).steps
     one = statement(5)
     assert one.name in one.answer and one.item in one.answer
     assert str(score_number(one.prompt)) in one.answer
@@ -118,15 +121,15 @@ def score_number(prompt):
     return int("".join(c for c in prompt if c.isdigit()))
 
 
-def test_learning_rate_warms_up_and_falls_to_zero_over_the_last_half():
-    recipe = Recipe(steps=100, warmup_steps=10)
+def test_learning_rate_warms_up_and_decays_to_zero_over_the_last_half():
+    recipe = BackboneRecipe(steps=100, warmup_steps=10)
     factors = [learning_rate_factor(step, recipe) for step in range(101)]
     assert factors[0] == pytest.approx(0.1) and set(factors[9:51]) == {1.0}
     assert factors[75] == pytest.approx(0.5) and factors[100] == 0.0
 
 
-def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(tokenizer, tmp_path, monkeypatch):
-    recipe = Recipe(steps=6, rows=4, pool_batches=2, warmup_steps=1)
+def test_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(tokenizer, tmp_path, monkeypatch):
+    recipe = BackboneRecipe(steps=6, rows=4, pool_batches=2, warmup_steps=1)
     whole = small_model()
     tiny_backbone.train_backbone(whole, tokenizer, problem_number, recipe, tmp_path / "whole.pt")
 
@@ -151,10 +154,10 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(tokenizer, t
         assert torch.equal(a, b), name
 
 
-def test_bits_per_token_is_the_mean_over_all_orders_of_revealing(tokenizer):
-    """Against every order of a short block, decoded one token at a time by the model's own forward."""
+def test_bits_per_token_equals_the_mean_over_all_orders_of_revealing(tokenizer):
+    """Compare with all six orders of a block of three answer tokens, computed by the model's own forward."""
     model = small_model()
-    ids, prompt = encode_sample(tokenizer, TASK.backbone_sample(0), BLOCK)
+    ids, prompt = encode_sample(tokenizer, WORDS.backbone_sample(0), BLOCK)
     ids, prompt = ids[:BLOCK], BLOCK - 3  # three answer tokens: six orders
     total = 0.0
     for order in permutations(range(prompt, BLOCK)):
@@ -165,40 +168,39 @@ def test_bits_per_token_is_the_mean_over_all_orders_of_revealing(tokenizer):
             total -= log_p[ids[position]].item() / 6
             state[0, position] = ids[position]
     ours = bits_per_token(model, tokenizer, [(ids, prompt)], streams=6000)
-    assert ours == pytest.approx(total / 3 / math.log(2), rel=0.01)  # noise is drawn: a standard error of 0.3 %
+    assert ours == pytest.approx(total / 3 / math.log(2), rel=0.01)  # the noise is random: the standard error is 0.3 %
 
 
-class Small:
-    """A few steps of everything, none of the samples' files."""
+SMALL = {
+    "shape": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8},
+    "backbone": BackboneRecipe(steps=2, rows=2, pool_batches=1),
+    "head_steps": 2,
+    "refine_steps": 2,
+    "refine_samples": 4,
+}
 
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
-    recipe = Recipe(steps=2, rows=2, pool_batches=1)
-    head_steps = refine_steps = 2
-    refine_samples = 4
+
+class ShortWords(WordProblems):
     answer_tokens = 4
 
 
-class SmallWords(Small, WordProblems):
-    pass
-
-
-class SmallCode(Small, PythonFunctions):
+class ShortCode(PythonFunctions):
     answer_tokens = 24
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [SmallWords, SmallCode])
-def test_the_whole_build_in_small(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("task", [ShortWords(), ShortCode()], ids=lambda task: task.name)
+def test_complete_build_in_small(tmp_path, monkeypatch, task):
     from transformers import AutoModel, AutoTokenizer
 
-    task = kind()
+    recipe = replace(RECIPES[task.name], task=task, **SMALL)
     constants = {"HEAD_ROWS": 2, "TEST_SAMPLES": 2, "VALIDATION_SAMPLES": 2}
     for name, value in constants.items():
         monkeypatch.setattr(build_tiny, name, value)
     monkeypatch.setattr(build_tiny, "RESIDUAL_THRESHOLDS", (0.5, 1.0))
     out = tmp_path / task.folder.name
-    for _ in range(2):  # the second call finds everything done
-        build_tiny.build(task, tmp_path / "scratch", out)
+    for _ in range(2):  # the second call only loads what the first one finished
+        build_tiny.build(recipe, tmp_path / "scratch", out)
     model, loaded = AutoModel.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert model.generation_config.mrp_mode == "spec" and model.config.calibrated_remask_threshold > 0
     sample = task.held_out("test", 1)[0]
@@ -206,8 +208,12 @@ def test_the_whole_build_in_small(tmp_path, monkeypatch, kind):
     assert inputs["input_ids"].tolist() == task.tokenizer(sample.prompt, return_tensors="pt")["input_ids"].tolist()
     text = loaded.decode(model.generate(**inputs, max_new_tokens=8)[0], skip_special_tokens=True)
     if task.right_when:
-        assert not score(sample, text).worked  # two steps teach nothing; it only has to run
+        assert not score(sample, text).worked  # two training steps teach nothing
     card = (out / "README.md").read_text()
     assert "| spec-4 |" in card and "backbone" in card and str(tmp_path) not in card
-    assert ("accuracy" in card) == (task.right_when is not None) and ("bits per token" in card) == (kind is SmallCode)
+    assert ("accuracy" in card) == (task.right_when is not None)
+    assert ("bits per token" in card) == (task.name == "code")
     assert sum(f.stat().st_size for f in out.glob("*.safetensors")) < 12 * 2**20
+    if task.name == "code":
+        references = References.read(out / "held_out.json")
+        assert [one.find() for one in references.splits["test"][:5]] == task.draw_held_out("test", 5)

@@ -1,4 +1,4 @@
-"""The task of the embedded checkpoint: problems, splits, scoring, tokenizer."""
+"""The word problems: drawing them, splits, scoring, and the tokenizer."""
 
 import re
 
@@ -35,7 +35,7 @@ def number_in(words):
 
 
 def solve(prompt):
-    """The answer to a prompt, from its words alone."""
+    """Work out the answer to a prompt from its words alone."""
     story = prompt.removesuffix(". How many?").split(", ")
     value = number_in(story[0])
     for clause in story[1:]:
@@ -49,11 +49,11 @@ def solve(prompt):
     return value
 
 
-def test_the_story_told_by_the_prompt_leads_to_the_value(sample):
+def test_solving_the_prompt_gives_the_value(sample):
     assert [solve(p.prompt) for p in sample] == [p.value for p in sample]
 
 
-def test_every_line_of_an_answer_is_true_arithmetic(sample):
+def test_every_step_of_an_answer_is_correct_arithmetic(sample):
     lines = [re.findall(r"(\d+ . \d+) = (\d+)", p.answer) for p in sample]
     assert all(eval(left) == int(right) for found in lines for left, right in found)  # noqa: S307
     assert [len(found) for found in lines] == [len(p.steps) for p in sample]
@@ -66,15 +66,15 @@ def test_lengths_and_values_stay_within_the_limits(sample):
     assert all(0 < n < 100 for p in sample for n in (p.value, *(s.result for s in p.steps)))
 
 
-def test_a_problem_depends_on_split_seed_and_index_only():
+def test_problem_depends_only_on_split_seed_and_index():
     assert list(problems("test", 5)) == [problem("test", i) for i in range(5)]
     assert problem("train", 3, seed=1) == problem("train", 3, seed=1) != problem("train", 3, seed=2)
     with pytest.raises(ValueError, match="split must be one of .*'dev'"):
         problem("dev", 0)
 
 
-def test_the_split_follows_from_the_arithmetic_read_off_the_prompt():
-    """Two splits share no chain of operations: the split is a function of the chain, here read off the answer."""
+def test_split_is_computed_from_the_arithmetic_alone():
+    """The split is a function of the chain of operations, so two splits have no chain in common."""
     for split in SPLITS:
         for p in problems(split, 60):
             start = number_in(p.prompt)
@@ -83,7 +83,7 @@ def test_the_split_follows_from_the_arithmetic_read_off_the_prompt():
     assert renamed == split_of(5, (Step(5, "+", 3), Step(8, "-", 1))) and renamed in SPLITS
 
 
-def test_splits_hold_the_intended_shares():
+def test_splits_have_the_intended_sizes():
     pairs = [(a, b) for a in range(40) for b in range(40)]
     chains = [split_of(a, (Step(a, "+", b), Step(a + b, "-", 1))) for a, b in pairs]
     assert [chains.count(s) / len(chains) for s in SPLITS] == pytest.approx([14 / 16, 1 / 16, 1 / 16], abs=0.02)
@@ -100,7 +100,7 @@ def a_problem():
     return found, lines, (first, second, third)
 
 
-def test_any_connective_and_operand_order_is_right():
+def test_every_connective_and_operand_order_is_accepted():
     p, lines, (first, _, third) = a_problem()
     lines[0] = f"{first.right} + {first.left} = {first.result}"
     lines[2] = f"{third.right} * {third.left} = {third.result}"
@@ -122,7 +122,7 @@ def test_any_connective_and_operand_order_is_right():
         lambda p, text: text + " 7 + 1 = 8 " + str(p.value),
     ],
 )
-def test_a_wrong_word_or_line_spoils_the_working_but_not_the_number(damage):
+def test_wrong_word_or_step_makes_worked_false_but_not_number(damage):
     p, lines, _ = a_problem()
     text = f"first {lines[0]} then {lines[1]} then {lines[2]} so {p.name} has {p.value} {p.item}."
     assert score(p, text) == Score(True, True)
@@ -130,7 +130,7 @@ def test_a_wrong_word_or_line_spoils_the_working_but_not_the_number(damage):
     assert score(p, damage(p, text)) == Score(number=True, worked=False)
 
 
-def test_a_wrong_final_number_is_wrong():
+def test_wrong_final_number_is_rejected():
     p, _, _ = a_problem()
     closing = p.answer.rindex(str(p.value))
     assert score(p, p.answer[:closing] + "9" + p.answer[closing:]) == Score(number=False, worked=False)
@@ -138,19 +138,19 @@ def test_a_wrong_final_number_is_wrong():
     assert score(p, "") == Score(False, False)
 
 
-def test_subtraction_does_not_commute():
+def test_swapped_operands_of_a_subtraction_are_rejected():
     p, lines, (_, second, _) = a_problem()
     lines[1] = f"{second.right} - {second.left} = {second.result}"
     text = f"first {lines[0]} then {lines[1]} then {lines[2]} so {p.name} has {p.value} {p.item}."
     assert score(p, text) == Score(number=True, worked=False)
 
 
-def test_vocabulary_covers_all_texts_and_nothing_else():
+def test_vocabulary_is_exactly_the_tokens_that_occur():
     seen = {t for split in SPLITS for p in problems(split, 200) for t in split_text(p.prompt + " " + p.answer)}
     assert seen == set(vocabulary())
 
 
-def test_tokenizer_agrees_with_split_text_and_gives_the_text_back(sample, tokenizer):
+def test_tokenizer_agrees_with_split_text_and_decodes_to_the_same_text(sample, tokenizer):
     for p in sample:
         for text in (p.prompt, p.answer):
             ids = tokenizer(text)["input_ids"]
@@ -164,7 +164,7 @@ def test_decode_leaves_out_special_tokens(tokenizer):
     assert tokenizer.decode(ids, skip_special_tokens=True) == p.answer
 
 
-def test_tokenizer_survives_saving_and_names_its_special_tokens(tokenizer, tmp_path):
+def test_saved_tokenizer_keeps_its_special_tokens_and_its_encoding(tokenizer, tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer.save_pretrained(tmp_path)
@@ -185,6 +185,6 @@ def test_chat_template_ends_an_assistant_turn_with_eos(tokenizer):
     assert ids == tokenizer(p.prompt)["input_ids"] + tokenizer(p.answer)["input_ids"] + [tokenizer.eos_token_id]
 
 
-def test_an_unknown_word_is_told_apart(tokenizer):
+def test_unknown_word_becomes_the_unknown_token(tokenizer):
     ids = tokenizer("Tom has 5 elephants")["input_ids"]
     assert ids.count(tokenizer.unk_token_id) == 1 and ids[-1] == tokenizer.unk_token_id

@@ -240,8 +240,8 @@ def figures_text(recipe: Recipe, samples: int, rows: list[Row], seconds: dict[st
             recipe.description,
             "",
             f"Measured on {samples} held-out samples, greedy, float32, on a CPU (threads: {torch.get_num_threads()}), "
-            f"Python {platform.python_version()}; forwards of the backbone all counted, time ratio: static's time over "
-            "the mode's.",
+            f"Python {platform.python_version()}; forwards of the backbone all counted, time ratio: static's time "
+            "over the mode's.",
             "",
             *markdown_table(rows),
             "",

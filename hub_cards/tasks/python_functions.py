@@ -85,7 +85,7 @@ def functions_of(source: str, file: str = "") -> list[Function]:
         file: path to record in the functions.
     """
     try:
-        module = ast.parse(source)
+        module = _parse_quietly(source)
     except (SyntaxError, ValueError):  # the library's own tests include such files
         return []
     return list(_functions_in_body(module.body, file, prefix=""))
@@ -132,9 +132,14 @@ def functions(split: str) -> tuple[Function, ...]:
 def parses(prompt: str, answer: str) -> bool:
     """Whether prompt and answer together are exactly one complete function."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the text that a model writes often triggers SyntaxWarnings
-            module = ast.parse(prompt + answer)
+        module = _parse_quietly(prompt + answer)
     except (SyntaxError, ValueError):
         return False
     return len(module.body) == 1 and isinstance(module.body[0], ast.FunctionDef)
+
+
+def _parse_quietly(text: str) -> ast.Module:
+    """`ast.parse` without warnings, which the library's tests and the text that a model writes often cause."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)

@@ -30,7 +30,7 @@ class Reference:
 
     def find(self) -> Function | None:
         """The function in the running interpreter's library, or None if it is missing or its text differs."""
-        candidates = _functions_in_library(self.file)
+        candidates = _functions_in(library_root() / self.file)
         return next((one for one in candidates if (one.name, one.sha256) == (self.name, self.sha256)), None)
 
 
@@ -75,6 +75,5 @@ class References:
 
 
 @cache
-def _functions_in_library(file: str) -> tuple[Function, ...]:
-    path = library_root() / file
-    return tuple(functions_in(path)) if path.is_file() else ()
+def _functions_in(file: Path) -> tuple[Function, ...]:
+    return tuple(functions_in(file)) if file.is_file() else ()
