@@ -91,7 +91,7 @@ def test_row_in_a_batch_equals_the_row_alone(model, inputs, mode):
 
 @pytest.mark.slow
 def test_demo_figures_reach_their_bounds(model):
-    """Static decoding solves at least 85 % of the problems, and spec-4 gives the same answers with at most 1/1.9 of the
+    """Static decoding solves 85 % of the problems or more, and spec-4 gives the same answers with at most 1/1.9 of its
     forwards. Leave-one-out remasking recovers at least half of the accuracy that dynamic decoding at 0.5 loses, at 2.5
     or more tokens per forward."""
     names = ("static", "spec-4", "dynamic-0.5", "remask-leave_one_out")
