@@ -1,5 +1,5 @@
-# make demo: decode held-out problems with the embedded checkpoint.   make test: what CI runs.
-# Both set up .venv first when it is missing or when pyproject.toml or constraints.txt have changed.
+# make demo: decode held-out problems with the embedded checkpoint.   make test: run what CI runs.
+# Both first create .venv if it is missing, and update it if pyproject.toml or constraints.txt have changed.
 PYTHON ?= python3
 PYTEST_ARGS ?=
 
