@@ -132,19 +132,19 @@ def test_more_than_half_of_the_completed_functions_parse(code):
     assert task.parsing_share(samples, task.tokenizer.batch_decode(ids, skip_special_tokens=True)) > 0.5
 
 
-def test_demo_completes_the_users_function(capsys):
+def test_demo_completes_a_function_of_the_users(capsys):
     main(["--model", "code", "--prompt", "def name(self):"])
     assert "return self" in capsys.readouterr().out
 
 
-def test_demo_answers_the_users_prompt(capsys):
+def test_demo_answers_a_prompt_of_the_users(capsys):
     main(["--prompt", "Tom has 23 apples, buys 14. How many?"])
     printed = capsys.readouterr().out
     assert "drafts" in printed and "·" in printed
     assert "37" in printed.splitlines()[-2]
 
 
-def test_demo_omits_the_accuracy_column_if_the_task_has_no_accuracy(capsys, monkeypatch):
+def test_demo_prints_its_table_without_accuracies_where_none_exist(capsys, monkeypatch):
     monkeypatch.setattr(type(TASK), "right_when", None)
     monkeypatch.setattr("mrp_trainer.commands.demo.MODES", ("static", "spec-2"))
     main(["--samples", "2"])
@@ -153,21 +153,21 @@ def test_demo_omits_the_accuracy_column_if_the_task_has_no_accuracy(capsys, monk
 
 
 @pytest.mark.parametrize("name", ["words", "sdar-tiny-mrp"])
-def test_demo_accepts_both_names_of_a_checkpoint(name):
+def test_demo_knows_a_checkpoint_by_either_name(name):
     assert task_of(name) is TASK
 
 
-def test_demo_lists_the_checkpoints_when_the_name_is_unknown():
+def test_demo_names_the_checkpoints_there_are():
     with pytest.raises(ValueError, match="'verse'.*words .sdar-tiny-mrp."):
         main(["--model", "verse"])
 
 
-def test_demo_names_the_unknown_words_of_a_prompt():
+def test_demo_names_words_it_does_not_know():
     with pytest.raises(ValueError, match="zebras"):
         main(["--prompt", "Tom has 23 zebras, buys 14. How many?"])
 
 
-def test_head_whose_output_is_zero_changes_nothing(inputs):
+def test_a_head_of_zeros_changes_nothing(inputs):
     """Corrected logits equal the backbone's, and `spec` is lossless and takes as many forwards as without a head."""
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     torch.nn.init.zeros_(model.mrp_head.norm.weight)

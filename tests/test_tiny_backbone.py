@@ -200,7 +200,10 @@ def test_complete_build_in_small(tmp_path, monkeypatch, task):
     monkeypatch.setattr(build_tiny, "RESIDUAL_THRESHOLDS", (0.5, 1.0))
     out = tmp_path / task.folder.name
     for _ in range(2):  # the second call only loads what the first one finished
-        build_tiny.build(recipe, tmp_path / "scratch", out)
+        figures = build_tiny.build(recipe, tmp_path / "scratch", out)
+    steps = ["backbone", "head", "refinement", "threshold", "acceptance", "evaluation"]
+    assert [row["step"] for row in figures["rows"]] == steps
+    assert figures["forwards_saved"]["spec-4"] > 0
     model, loaded = AutoModel.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert model.generation_config.mrp_mode == "spec" and model.config.calibrated_remask_threshold > 0
     sample = task.held_out("test", 1)[0]
@@ -210,6 +213,7 @@ def test_complete_build_in_small(tmp_path, monkeypatch, task):
     if task.right_when:
         assert not score(sample, text).worked  # two training steps teach nothing
     card = (out / "README.md").read_text()
+    assert f"<!-- results:card-{task.name} -->\nMeasured on 2 held-out samples" in card
     assert "| spec-4 |" in card and "backbone" in card and str(tmp_path) not in card
     assert ("accuracy" in card) == (task.right_when is not None)
     assert ("bits per token" in card) == (task.name == "code")

@@ -13,6 +13,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import yaml
 from source_files import PACKAGES, ROOT, source_files
 
 OTHER_PROJECT = """
@@ -99,6 +100,11 @@ def test_every_module_is_included_and_no_test(names):
 def test_data_files_are_included(names, pattern):
     files = [file for file in (ROOT / "hub_cards").glob(pattern) if file.is_file()]
     assert files and {file.relative_to(ROOT).as_posix() for file in files} <= names
+
+
+def test_citation_states_the_version_of_the_package(wheel):
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == wheel.name.split("-")[1]
 
 
 def test_markers_of_type_hints_are_included(names):

@@ -10,7 +10,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -223,8 +223,15 @@ def _merit(row: Row) -> float:
     return row.identical if row.accuracy is None else row.accuracy
 
 
+def build_command(recipe: Recipe) -> str:
+    """The command that builds a checkpoint; words is the default task."""
+    return "python -m hub_cards.build.build_tiny" + ("" if recipe.task.name == "words" else f" {recipe.task.name}")
+
+
 def figures_text(recipe: Recipe, samples: int, rows: list[Row], seconds: dict[str, float], quality: str = "") -> str:
-    """The measured part of the card.
+    """The card's description of the task and its figures.
+
+    The figures stand in a block that `hub_cards.build.results` can renew from result files.
 
     Args:
         recipe: recipe of the checkpoint.
@@ -234,21 +241,27 @@ def figures_text(recipe: Recipe, samples: int, rows: list[Row], seconds: dict[st
         quality: a paragraph about the backbone's quality, or nothing.
     """
     steps = ", ".join(f"{name} {spent:.0f} s" for name, spent in seconds.items())
-    command = "python -m hub_cards.build.build_tiny" + ("" if recipe.task.name == "words" else f" {recipe.task.name}")
     return "\n".join(
         [
             recipe.description,
             "",
+            f"<!-- results:card-{recipe.task.name} -->",
             f"Measured on {samples} held-out samples, greedy, float32, on a CPU (threads: {torch.get_num_threads()}), "
-            f"Python {platform.python_version()}; forwards of the backbone all counted, time ratio: static's time "
-            "over the mode's.",
+            f"Python {platform.python_version()}. Every forward of the backbone is counted. The time ratio is "
+            "static's time over the mode's.",
             "",
             *markdown_table(rows),
             "",
             *([quality, ""] if quality else []),
-            f"Built by `{command}`, seed {SEED}: {steps}.",
+            f"Built by `{build_command(recipe)}`, seed {SEED}: {steps}.",
+            "<!-- /results -->",
         ]
     )
+
+
+def forwards_saved(rows: Sequence[Row]) -> dict[str, float]:
+    """Backbone forwards of the first mode over those of every other mode, by mode."""
+    return {row.name: rows[0].backbone_forwards / row.backbone_forwards for row in rows[1:]}
 
 
 def markdown_table(rows: list[Row]) -> list[str]:
@@ -299,13 +312,16 @@ class Steps:
         return result
 
 
-def build(recipe: Recipe, scratch: Path, destination: Path) -> None:
+def build(recipe: Recipe, scratch: Path, destination: Path) -> dict[str, Any]:
     """Build a checkpoint from scratch, or resume building it.
 
     Args:
         recipe: recipe of the checkpoint.
         scratch: folder for unfinished work.
         destination: folder of the checkpoint.
+
+    Returns:
+        The figures for a result file: the time of every step, the backbone's quality, and the forwards saved by mode.
     """
     scratch.mkdir(parents=True, exist_ok=True)
     steps = Steps(scratch / "seconds.json")
@@ -313,11 +329,15 @@ def build(recipe: Recipe, scratch: Path, destination: Path) -> None:
     steps.seconds["backbone"] = torch.load(scratch / "backbone.pt", weights_only=True)["seconds"]
     model = with_fresh_head(backbone, recipe)
     steps.run("head", train_head, model, recipe, scratch)
-    finish(model, recipe, steps, scratch, destination)
+    return finish(model, recipe, steps, scratch, destination)
 
 
-def finish(model: MRPForDiffusionLM, recipe: Recipe, steps: Steps, scratch: Path, destination: Path) -> None:
-    """Run everything that follows the head's first training: refinement, measurements, and writing the folder."""
+def finish(model: MRPForDiffusionLM, recipe: Recipe, steps: Steps, scratch: Path, destination: Path) -> dict[str, Any]:
+    """Run everything that follows the head's first training: refinement, measurements, and writing the folder.
+
+    Returns:
+        See `build`.
+    """
     task = recipe.task
     steps.run("refinement", refine_head, model, recipe, scratch)
     model.config.calibrated_remask_threshold = steps.run("threshold", choose_residual_threshold, model, task)
@@ -336,6 +356,16 @@ def finish(model: MRPForDiffusionLM, recipe: Recipe, steps: Steps, scratch: Path
     )
     (destination / "README.md").write_text(card, encoding="utf-8")
     print(figures)
+    times = [{"step": name, "seconds": spent} for name, spent in steps.seconds.items()]
+    return {"rows": times, "quality": quality, "forwards_saved": forwards_saved(rows)}
+
+
+def record(file: Path, recipe: Recipe, figures: dict[str, Any]) -> None:
+    """Write a result file with the figures that `build` returned."""
+    from mrp_trainer.evaluation.results import write_result
+
+    settings = {"task": recipe.task.name, "seed": SEED}
+    write_result(file, name="build_tiny", command=build_command(recipe), settings=settings, figures=figures)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -345,11 +375,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--scratch", type=Path, help="folder for unfinished work (default: build/TASK)")
     parser.add_argument("--out", type=Path, help="folder of the checkpoint (default: the embedded one)")
     parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (default: 2)")
+    parser.add_argument("--record", type=Path, help="also write the figures to this result file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     recipe = RECIPES[options.task]
     scratch = options.scratch or Path("build") / recipe.task.name
-    build(recipe, scratch, options.out or recipe.task.folder)
+    figures = build(recipe, scratch, options.out or recipe.task.folder)
+    if options.record is not None:
+        record(options.record, recipe, figures)
 
 
 if __name__ == "__main__":

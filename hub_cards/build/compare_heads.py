@@ -12,7 +12,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,15 @@ from mrp_trainer.commands.demo import run_demo
 from mrp_trainer.evaluation.modes import mode_options, needs_head
 
 from ..tasks.tasks import Sample, Task
-from .build_tiny import build_backbone, head_arguments, sample_rows, train_or_load, visited_rows, with_fresh_head
+from .build_tiny import (
+    build_backbone,
+    forwards_saved,
+    head_arguments,
+    sample_rows,
+    train_or_load,
+    visited_rows,
+    with_fresh_head,
+)
 from .recipes import RECIPES, Recipe
 
 STEPS = 150
@@ -112,9 +120,7 @@ def train_variant(
     return model.eval()
 
 
-def forwards_saved(
-    model: MRPForDiffusionLM, task: Task, samples: Sequence[Sample], **options: Any
-) -> dict[str, float]:
+def measure(model: MRPForDiffusionLM, task: Task, samples: Sequence[Sample], **options: Any) -> dict[str, float]:
     """Ratio of static decoding's backbone forwards to those of every other mode of `MODES`, by mode.
 
     Args:
@@ -126,14 +132,14 @@ def forwards_saved(
     modes = {name: mode_options(name, model.config.block_size) for name in MODES}
     modes = {name: mode | (options if needs_head(mode) else {}) for name, mode in modes.items()}
     rows = run_demo(model, task, samples, modes)
-    return {row.name: rows[0].backbone_forwards / row.backbone_forwards for row in rows[1:]}
+    return forwards_saved(rows)
 
 
 def compare(recipe: Recipe, scratch: Path, names: list[str]) -> dict[str, dict[str, float]]:
     """Train and measure the variants of these names, and print one line of the table for each.
 
     Returns:
-        For every variant, the result of `forwards_saved`.
+        For every head, the result of `measure`.
     """
     task = recipe.task
     scratch.mkdir(parents=True, exist_ok=True)
@@ -151,14 +157,44 @@ def compare(recipe: Recipe, scratch: Path, names: list[str]) -> dict[str, dict[s
     results = {}
     for name in [WITHOUT_HEAD, STARTED_FROM, *names]:
         if name == WITHOUT_HEAD:
-            found = forwards_saved(start, task, samples, mrp_draft="self")
+            found = measure(start, task, samples, mrp_draft="self")
         elif name == STARTED_FROM:
-            found = forwards_saved(start, task, samples)
+            found = measure(start, task, samples)
         else:
-            found = forwards_saved(train_variant(name, start, recipe, rows, scratch / "heads"), task, samples)
+            found = measure(train_variant(name, start, recipe, rows, scratch / "heads"), task, samples)
         results[name] = found
         print(f"| {name} | " + " | ".join(f"{found[column]:.2f}" for column in columns) + " |", flush=True)
     return results
+
+
+def record(file: Path, task: str, results: dict[str, dict[str, float]]) -> None:
+    """Write a result file.
+
+    Args:
+        file: file to write.
+        task: name of the task.
+        results: what `compare` returned.
+    """
+    from mrp_trainer.evaluation.results import write_result
+
+    rows = [
+        {"head": name, "recipe": asdict(VARIANTS[name]) if name in VARIANTS else None, "forwards_saved": saved}
+        for name, saved in results.items()
+    ]
+    settings = {
+        "task": task,
+        "samples": f"{VALIDATION_SAMPLES} of the validation split",
+        "steps": STEPS,
+        "fresh_steps": FRESH_STEPS,
+        "samples_per_step": ROWS,
+        "decoding": "greedy",
+        "dtype": "float32",
+    }
+    commands = [
+        f"python -m hub_cards.build.build_tiny {task} --out build/{task}/checkpoint",
+        f"python -m hub_cards.build.compare_heads {task}",
+    ]
+    write_result(file, name="compare_heads", command=commands, settings=settings, figures={"rows": rows})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -168,6 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--scratch", type=Path, help="folder of backbones and heads (default: build/TASK)")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants (default: all)")
     parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (default: 2)")
+    parser.add_argument("--record", type=Path, help="also write the figures to this result file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     scratch = options.scratch or Path("build") / options.task
@@ -175,6 +212,8 @@ def main(arguments: list[str] | None = None) -> None:
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     results = known | compare(RECIPES[options.task], scratch, options.only)
     file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    if options.record is not None:
+        record(options.record, options.task, results)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Scripts that build the embedded checkpoints and keep their files up to date."""
