@@ -204,10 +204,12 @@ EXPLAINED = {
     "2605.18817)": "its address",
     "Python 3.10": "the oldest Python",
     "Python 3.11": "the Python of the tests",
-    "transformers 5.10.2 to 5.24.0": "tested versions",
+    "transformers 5.24.0": "tested version",
+    "5.10.2 (the oldest": "tested version",
     "torch 2.13.0": "tested version",
     "transformers 4.57.6 and 5.0.0": "tested with remote code",
     "| 0.9, 0.1 |": "defaults",
+    "`dynamic-0.9` reveals every token whose confidence exceeds 0.9": "what the mode means",
     '"token"; 0.9 |': "default",
     "Apache-2.0": "the licence",
 }
@@ -216,6 +218,7 @@ EXPLAINED_IN_RESULTS = {
     "Python 3.11": "the Python of all measurements so far",
     "at least 0.9 confident": "the floor of token acceptance, the threshold of wide-narrow",
     "a confidence of 0.5": "the threshold of remask-C",
+    "`dynamic-0.9`": "a mode",
 }
 FIGURE = re.compile(r"\d+\.\d+|\d+ ?%|\d+x\b|\d+(?:\.\d+)? times")
 
@@ -236,7 +239,8 @@ def test_readme_quotes_no_figure_outside_of_the_blocks():
 
 
 def test_explanations_in_results_quote_no_figure_that_is_typed_by_hand():
-    assert FIGURE.findall(without(results.TEMPLATE.read_text(), EXPLAINED_IN_RESULTS)) == []
+    typed = re.sub(r"\$\w+", "", results.TEMPLATE.read_text())
+    assert FIGURE.findall(without(typed, EXPLAINED_IN_RESULTS)) == []
 
 
 def test_readme_states_the_settings_of_its_table():
