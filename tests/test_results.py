@@ -13,19 +13,28 @@ import torch
 
 from hub_cards.build import figure, results
 from hub_cards.build.result_tables import heads_table, loss_table, recipe_text, shapes_table, span
-from mrp_trainer.evaluation.results import ROW_FIELDS, command_line, read_result, write_result
+from mrp_trainer.evaluation.results import SCHEMAS, command_line, read_result, write_result
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "hub_cards" / "results").glob("*.json"))
 CARDS = ("hub_cards/sdar-tiny-mrp/README.md", "hub_cards/sdar-tiny-code-mrp/README.md")
-ROW = {"name": "static", "tokens_per_forward": 0.5, "backbone_forwards": 7, "wall_clock_ratio": 1.0, "identical": 1.0}
+ROW = {
+    "name": "static",
+    "accuracy": None,
+    "tokens_per_forward": 0.5,
+    "backbone_forwards": 7,
+    "wall_clock_ratio": 1.0,
+    "identical": 1.0,
+}
+
+SETTINGS = {"samples": 2, "batch_size": 100, "choice_weight": 0.0, "seed": 0}  # all that any schema wants
 
 
 def write_demo(path, **changes):
     values = {
         "name": "demo",
         "command": "mrp demo --samples 2",
-        "settings": {"samples": 2},
+        "settings": SETTINGS,
         "figures": {"rows": [ROW]},
     }
     return write_result(path, **values | changes)
@@ -53,11 +62,13 @@ def test_a_result_names_versions_machine_and_date(tmp_path):
 def test_a_result_names_neither_host_nor_folders_of_the_machine(tmp_path):
     settings = {"data": tmp_path / "problems" / "test.jsonl", "head": "~/heads/best", "url": "https://example.org/a/b"}
     command = f"mrp eval sdar-tiny-mrp --data {tmp_path}/problems/test.jsonl --head=/srv/heads/full --output out/x"
-    write_demo(tmp_path / "demo.json", settings=settings | {"dtype": torch.float32}, command=["cd out/x", command])
+    write_demo(
+        tmp_path / "demo.json", settings=SETTINGS | settings | {"dtype": torch.float32}, command=["cd out/x", command]
+    )
     text = (tmp_path / "demo.json").read_text()
     assert str(tmp_path) not in text and "/srv" not in text and socket.gethostname() not in text
     result = read_result(tmp_path / "demo.json")
-    assert result.settings == {
+    assert result.settings == SETTINGS | {
         "data": "test.jsonl",
         "head": "best",
         "url": "https://example.org/a/b",
@@ -72,13 +83,26 @@ def test_an_unknown_result_is_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "demo.json").exists()
 
 
-@pytest.mark.parametrize("name", ROW_FIELDS)
+@pytest.mark.parametrize("name", SCHEMAS)
 def test_a_row_that_lacks_a_field_is_refused(tmp_path, name):
-    row = dict.fromkeys(ROW_FIELDS[name], 1)
-    write_demo(tmp_path / "whole.json", name=name, figures={"rows": [row]})
-    missing = row.popitem()[0]
-    with pytest.raises(ValueError, match=f"a row of {name} lacks {missing}"):
-        write_demo(tmp_path / "part.json", name=name, figures={"rows": [row | {"other": 1}]})
+    further = dict.fromkeys(SCHEMAS[name].figures, "")
+    row = dict.fromkeys(SCHEMAS[name].row, 1)
+    write_demo(tmp_path / "whole.json", name=name, figures=further | {"rows": [row, row]})
+    part = dict(row)
+    missing = part.popitem()[0]
+    with pytest.raises(ValueError, match=f"a row of {name} must have {missing}, got"):
+        write_demo(tmp_path / "part.json", name=name, figures=further | {"rows": [row, part | {"other": 1}]})
+
+
+@pytest.mark.parametrize("name", [name for name, schema in SCHEMAS.items() if schema.figures])
+def test_a_missing_figure_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"the figures of {name} must have {SCHEMAS[name].figures[0]}, got rows"):
+        write_demo(tmp_path / "part.json", name=name, figures={"rows": [dict.fromkeys(SCHEMAS[name].row, 1)]})
+
+
+def test_a_missing_setting_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the settings of demo must have batch_size, got samples"):
+        write_demo(tmp_path / "demo.json", settings={"samples": 2})
 
 
 def test_a_result_without_rows_is_refused(tmp_path):
@@ -121,9 +145,10 @@ def test_the_loss_table_unites_the_runs_of_an_implementation(tmp_path):
 
 def test_the_shapes_table_has_a_line_for_each_shape_and_batch_size(tmp_path):
     row = {"shape": "4b", "batch_size": 1, "step_seconds": 2.0, "head_step_ratio": 0.1, "forwards_saved": 1.5}
-    rows = [row | {"candidates": k, "verification_ratio": 1 + k / 10, "speedup": 1 / k} for k in (2, 4)]
-    result = write_demo(tmp_path / "shapes.json", name="bench shapes", figures={"rows": rows})
-    assert shapes_table([result]).splitlines()[2:] == ["| 4B | 1 | 2.00 s | 10.0% | 1.20 / 1.40 | 0.50 / 0.25 |"]
+    speedups = {2: 0.5, 4: None}  # no acceptance rate is known for the deeper drafts
+    rows = [row | {"candidates": k, "verification_ratio": 1 + k / 10, "speedup": speedups[k]} for k in speedups]
+    result = write_demo(tmp_path / "shapes.json", name="bench shapes", figures={"rows": rows, "accepted": [0.5]})
+    assert shapes_table([result]).splitlines()[2:] == ["| 4B | 1 | 2.00 s | 10.0% | 1.20 / 1.40 | 0.50 / - |"]
 
 
 def test_the_heads_table_groups_modes_by_task_and_acceptance(tmp_path):
@@ -151,6 +176,11 @@ def test_every_result_file_is_complete(path):
     date.fromisoformat(result.date)
     assert result.command and result.settings and result.machine["device"] in ("cpu", "cuda")
     assert set(result.versions) == {"python", "torch", "transformers", "mrp-diffusion"}
+
+
+def test_every_figure_was_measured_under_the_python_that_readme_names():
+    assert "All figures were measured under Python 3.11." in (ROOT / "README.md").read_text().replace("\n", " ")
+    assert {".".join(read_result(path).versions["python"].split(".")[:2]) for path in FILES} == {"3.11"}
 
 
 def test_every_result_file_is_shown():

@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date as calendar_date
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,47 @@ from typing import Any
 import torch
 
 PACKAGE = "mrp-diffusion"
-# For each measuring command: the fields that every row of its figures has. The rows are those that the command prints
-# with --json; they may have more fields than these.
-ROW_FIELDS: dict[str, tuple[str, ...]] = {
-    "demo": ("name", "tokens_per_forward", "backbone_forwards", "wall_clock_ratio", "identical"),
-    "eval": ("mode", "accuracy", "standard_error", "tokens_per_forward", "forwards", "identical"),
-    "claims": ("name", "claim", "published", "here", "verdict", "reason"),
-    "bench decode": ("mode", "batch_size", "speedups"),
-    "bench shapes": (
-        *("shape", "batch_size", "candidates", "step_seconds", "head_step_ratio"),
-        *("verification_ratio", "forwards_saved", "speedup"),
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a measuring command records at least; the documents show these values.
+
+    Attributes:
+        row: fields of every row. The rows are those that the command prints with `--json`.
+        figures: figures beside the rows.
+        settings: settings of the measurement.
+    """
+
+    row: tuple[str, ...]
+    figures: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+
+# By the name of the command. Ratios are fractions of 1, not percentages.
+SCHEMAS = {
+    "demo": Schema(
+        ("name", "accuracy", "tokens_per_forward", "backbone_forwards", "wall_clock_ratio", "identical"),
+        settings=("samples", "batch_size"),
     ),
-    "bench loss": ("name", "time_ratio", "memory_ratio", "note"),
-    "bench train": ("ratio",),
-    "compare_heads": ("head", "recipe", "forwards_saved"),
-    "build_tiny": ("step", "seconds"),
+    "eval": Schema(("mode", "accuracy", "standard_error", "tokens_per_forward", "forwards", "identical")),
+    "claims": Schema(("name", "claim", "published", "here", "verdict", "reason")),
+    "bench decode": Schema(("mode", "batch_size", "speedups")),
+    # step_seconds: one step of backbone-only decoding; head_step_ratio: a head step over that.
+    # accepted: the acceptance rates that the predictions are for.
+    "bench shapes": Schema(
+        (
+            *("shape", "batch_size", "candidates", "step_seconds", "head_step_ratio"),
+            *("verification_ratio", "forwards_saved", "speedup"),
+        ),
+        figures=("accepted",),
+    ),
+    "bench loss": Schema(("name", "time_ratio", "memory_ratio", "note")),
+    "bench train": Schema(("ratio",), settings=("choice_weight",)),
+    # recipe: the fields of the variant, None for a head that is not trained by this command.
+    "compare_heads": Schema(("head", "recipe", "forwards_saved")),
+    # quality: a sentence about the backbone, or an empty one; forwards_saved: static's forwards over the mode's, by mode.
+    "build_tiny": Schema(("step", "seconds"), figures=("quality", "forwards_saved"), settings=("seed",)),
 }
 # An absolute path of at least two components, as a word of its own or after `=`. A URL is not one.
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~-])~?/[^\s'\"]*/([^\s'\"/]*)")
@@ -44,10 +70,10 @@ class Result:
     """One measurement.
 
     Attributes:
-        name: the command that measured it, a key of `ROW_FIELDS`.
+        name: the command that measured it, a key of `SCHEMAS`.
         command: command lines that repeat it, in order; the last one measures.
         settings: options of the measurement by name.
-        figures: what was measured; `figures["rows"]` is a list of dicts with the fields of `ROW_FIELDS[name]`.
+        figures: what was measured; `figures["rows"]` is a list of dicts with the fields of `SCHEMAS[name]`.
         versions: versions of Python, this package, torch and transformers by name.
         machine: "device" ("cpu" or "cuda"), "model" (of the processor or GPU; None if unknown) and "threads".
         date: day of the measurement, as YYYY-MM-DD.
@@ -79,14 +105,14 @@ def new_result(
     """A result that was measured just now, by this process on this machine.
 
     Args:
-        name: the command that measured it, a key of `ROW_FIELDS`.
+        name: the command that measured it, a key of `SCHEMAS`.
         command: the command line, or several to be run in turn.
         settings: options of the measurement by name; values that JSON does not know are stored as text.
         figures: what was measured, with a list of "rows".
         device: the device that was measured.
 
     Raises:
-        ValueError: if `name` is unknown, or a row lacks a field.
+        ValueError: if `name` is unknown, or a figure or setting of `SCHEMAS` is missing.
     """
     lines = (command,) if isinstance(command, str) else tuple(command)
     result = Result(
@@ -96,7 +122,7 @@ def new_result(
         figures=_plain(dict(figures)),
         versions=_versions(),
         machine=_machine(torch.device(device)),
-        date=calendar_date.today().isoformat(),
+        date=date.today().isoformat(),
     )
     check_result(result)
     return result
@@ -120,7 +146,7 @@ def write_result(
         name, command, settings, figures, device: see `new_result`.
 
     Raises:
-        ValueError: if `name` is unknown, or a row lacks a field.
+        ValueError: if `name` is unknown, or a figure or setting of `SCHEMAS` is missing.
     """
     result = new_result(name, command=command, settings=settings, figures=figures, device=device)
     save_result(path, result)
@@ -150,18 +176,21 @@ def read_result(path: str | Path) -> Result:
 
 
 def check_result(result: Result) -> None:
-    """Check that the figures of a result are those that its command measures.
+    """Check that a result has what its command records.
 
     Raises:
-        ValueError: if the command is unknown, or a row lacks a field.
+        ValueError: if the command is unknown, or a figure or setting of `SCHEMAS` is missing.
     """
-    if result.name not in ROW_FIELDS:
-        raise ValueError(f"unknown result {result.name!r}; expected one of {', '.join(ROW_FIELDS)}")
+    if result.name not in SCHEMAS:
+        raise ValueError(f"unknown result {result.name!r}; expected one of {', '.join(SCHEMAS)}")
+    schema = SCHEMAS[result.name]
     if not result.figures.get("rows"):
         raise ValueError(f"the figures of {result.name} have no rows")
-    for row in result.rows:
-        if missing := [field for field in ROW_FIELDS[result.name] if field not in row]:
-            raise ValueError(f"a row of {result.name} lacks {', '.join(missing)}: {str(row)[:80]}")
+    parts = [("a row", row, schema.row) for row in result.rows]
+    parts += [("the figures", result.figures, schema.figures), ("the settings", result.settings, schema.settings)]
+    for what, values, wanted in parts:
+        if missing := [field for field in wanted if field not in values]:
+            raise ValueError(f"{what} of {result.name} must have {', '.join(missing)}, got {', '.join(values)}")
 
 
 def command_line(program: str, arguments: Sequence[str]) -> str:
