@@ -96,7 +96,9 @@ def test_a_row_that_lacks_a_field_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize("name", [name for name, schema in SCHEMAS.items() if schema.figures])
 def test_a_missing_figure_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=f"the figures of {name} must have {SCHEMAS[name].figures[0]}, got rows"):
+    with pytest.raises(
+        ValueError, match=f"the figures of {name} must have {', '.join(SCHEMAS[name].figures)}, got rows"
+    ):
         write_demo(tmp_path / "part.json", name=name, figures={"rows": [dict.fromkeys(SCHEMAS[name].row, 1)]})
 
 
@@ -164,7 +166,7 @@ def test_a_recipe_is_told_in_words():
     recipe = {"changes": {}, "visited": False, "fresh": True, "layers": 3, "residual": False, "after": None}
     assert recipe_text(recipe) == "fresh, 3 layers, random states, `mrp_residual: false`"
     changed = {"visited": True, "after": "fresh", "residual": True, "changes": {"choice_weight": 0.1}}
-    assert recipe_text(recipe | changed) == "on from `fresh`, states that decoding visits, `choice_weight: 0.1`"
+    assert recipe_text(recipe | changed) == "continues `fresh`, states that decoding visits, `choice_weight: 0.1`"
 
 
 # --- the files and documents of this repository

@@ -58,7 +58,8 @@ SCHEMAS = {
     "bench train": Schema(("ratio",), settings=("choice_weight",)),
     # recipe: the fields of the variant, None for a head that is not trained by this command.
     "compare_heads": Schema(("head", "recipe", "forwards_saved")),
-    # quality: a sentence about the backbone, or an empty one; forwards_saved: static's forwards over the mode's, by mode.
+    # quality: a sentence about the backbone, or an empty one.
+    # forwards_saved: by mode, the forwards of static decoding over those of the mode.
     "build_tiny": Schema(("step", "seconds"), figures=("quality", "forwards_saved"), settings=("seed",)),
 }
 # An absolute path of at least two components, as a word of its own or after `=`. A URL is not one.
