@@ -243,6 +243,7 @@ EXPLAINED = {
     "| 0.9, 0.1 |": "defaults",
     "`dynamic-0.9` reveals every token whose confidence exceeds 0.9": "what the mode means",
     '"token"; 0.9 |': "default",
+    "1.7B and 8B": "sizes of SDAR",
     "Apache-2.0": "the licence",
 }
 # The same for the explanations in RESULTS.md.
