@@ -5,7 +5,7 @@ import sys
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-from mrp_trainer.train import part, train
+from mrp_trainer.train import leave_process_group, train
 
 prepare = PartialState.__init__
 
@@ -21,4 +21,4 @@ if __name__ == "__main__":
     PartialState.__init__ = as_on_gpus
     for config in sys.argv[1:]:
         train([config])
-    part()
+    leave_process_group()

@@ -1,4 +1,4 @@
-from mrp_trainer.console import describe
+from mrp_trainer.console import log_line
 
 TRAINING = {
     "loss": 0.0612,
@@ -19,7 +19,7 @@ TRAINING = {
 
 
 def test_training_line_shows_the_gain_of_every_depth():
-    line = describe(TRAINING)
+    line = log_line(TRAINING)
     assert line == (
         "loss 0.0612  lr 0.001  KL 0.128>0.060 0.210>0.070 (removed 53/67 %)  same pick 78/75 %  "
         "expect 2.37 tokens/forward"
@@ -28,10 +28,10 @@ def test_training_line_shows_the_gain_of_every_depth():
 
 def test_evaluation_line_adds_what_decoding_gave():
     logs = {f"eval_{name}": value for name, value in TRAINING.items() if name != "learning_rate"}
-    line = describe(logs | {"eval_tokens_per_forward": 1.954, "eval_accepted_1": 0.78, "eval_accepted_2": 0.74})
+    line = log_line(logs | {"eval_tokens_per_forward": 1.954, "eval_accepted_1": 0.78, "eval_accepted_2": 0.74})
     assert line.startswith("held-out loss 0.0612  KL 0.128>0.060")
     assert line.endswith("decoded 1.95 tokens/forward (accepted 78/74 %)")
 
 
 def test_other_figures_are_shown_as_they_are():
-    assert describe({"train_runtime": 12.345, "note": "text"}) == "train_runtime 12.35"
+    assert log_line({"train_runtime": 12.345, "note": "text"}) == "train_runtime 12.35"

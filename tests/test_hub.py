@@ -18,7 +18,7 @@ from modeling_mrp import MRPForDiffusionLM
 from mrp_trainer.checkpoints.cards import render_card
 from mrp_trainer.checkpoints.convert import convert
 from mrp_trainer.checkpoints.head_files import load_head, save_head
-from mrp_trainer.checkpoints.push import check_folder, push
+from mrp_trainer.checkpoints.push import check_uploadable, push
 from mrp_trainer.checkpoints.weight_files import fetch
 
 HEAD = "mrp_modules.0.model."
@@ -268,7 +268,7 @@ def test_an_existing_folder_is_replaced_only_when_told(golden_folder, tmp_path):
     assert (tmp_path / "out" / "notes.txt").exists()
     convert(golden_folder, tmp_path / "out", overwrite=True)
     assert not (tmp_path / "out" / "notes.txt").exists()
-    check_folder(tmp_path / "out")
+    check_uploadable(tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -393,7 +393,7 @@ def test_an_incomplete_folder_is_not_pushed(tmp_path):
 
 def test_a_head_folder_is_complete_only_with_readable_weights(tmp_path, tiny_model):
     folder = save_head(tiny_model(), tmp_path / "head")
-    check_folder(folder)
+    check_uploadable(folder)
     weights = folder / "mrp_head.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
     with pytest.raises(ValueError, match="cut short"):

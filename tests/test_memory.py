@@ -89,7 +89,7 @@ def test_what_fits_needs_no_advice():
 def test_advice_names_the_option_that_helps(sizes, change):
     text = advice(estimate(**sizes), 8 * GIB)
     assert change in text
-    assert "8.00 GiB are free" in text
+    assert "only 8.00 GiB are free" in text
 
 
 def test_estimate_names_all_its_parts():

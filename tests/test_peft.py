@@ -181,7 +181,7 @@ def test_adapter_on_another_backbone_or_other_layers_is_refused(with_copies, tin
     with pytest.raises(ValueError, match="over other layers"):
         load_head(moved, tmp_path / "head")
     save_head(with_copies(), tmp_path / "full")
-    with pytest.raises(ValueError, match="no LoRA adapter"):
+    with pytest.raises(ValueError, match="is not a LoRA adapter"):
         load_head(lora_head(with_copies(), 2), tmp_path / "full")
 
 
@@ -213,7 +213,7 @@ def test_option_out_of_range_is_named(with_copies, options, named):
 
 
 def test_head_that_an_adapter_could_not_bring_back_is_refused(base, tiny_model):
-    with pytest.raises(ValueError, match="head_init must be 'backbone_layers'"):
+    with pytest.raises(ValueError, match="LoRA requires head_init='backbone_layers'"):
         lora_head(MRPForDiffusionLM.from_backbone(base, 1), 2)
     with pytest.raises(ValueError, match="no head to adapt"):
         lora_head(MRPForDiffusionLM.from_backbone(base, 0), 2)
@@ -262,7 +262,7 @@ def test_hash_of_a_live_adapter_is_that_of_the_merged_backbone(with_copies, back
 
 
 def test_adapter_that_does_not_fit_is_refused(with_copies, backbone_adapter, base, tmp_path):
-    with pytest.raises(ValueError, match="live adapter already"):
+    with pytest.raises(ValueError, match="already has a live adapter"):
         lora_head(apply_backbone_adapter(with_copies(), backbone_adapter[0], merge=False), 2)
     for name, options in {"lm_head": {"target_modules": ["lm_head"]}, "norm": {"modules_to_save": ["norm"]}}.items():
         config = LoraConfig(**{"target_modules": ["q_proj"]} | options)

@@ -68,7 +68,7 @@ def test_rows_without_anything_to_supervise_are_refused():
     with pytest.raises(ValueError, match="no sample has anything to supervise"):
         prepare(rows)
     stream = prepare(rows.to_iterable_dataset())  # nobody has looked yet
-    with pytest.raises(ValueError, match="a stream without anything to supervise"):
+    with pytest.raises(ValueError, match="a stream with nothing to supervise"):
         list(islice(EndlessStream(stream), 3))
 
 

@@ -106,7 +106,7 @@ def test_run_goes_on_with_the_rows_of_a_step_cut_another_way(project, tmp_path):
 
 def test_head_of_other_blocks_is_refused(project, tmp_path):
     main([project(max_steps=1)])
-    with pytest.raises(ValueError, match="was trained with block_size=4 and the model has 2"):
+    with pytest.raises(ValueError, match="was trained with block_size=4, but the model has 2"):
         main([project("again", head=str(tmp_path / "run"), block_size=2)])
 
 

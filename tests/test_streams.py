@@ -51,7 +51,7 @@ def test_noise_of_a_row_follows_its_epoch_as_it_follows_the_collator_s():
 
 
 def test_stream_without_a_row_is_refused():
-    with pytest.raises(ValueError, match="without a row"):
+    with pytest.raises(ValueError, match="without rows"):
         next(iter(EndlessStream(stream(0))))
 
 

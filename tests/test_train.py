@@ -49,7 +49,7 @@ def test_what_is_missing_is_named(project):
         main([])
     with pytest.raises(ValueError, match="train_data is required"):
         main(["--base_model", "somewhere"])
-    with pytest.raises(ValueError, match="no folder"):
+    with pytest.raises(ValueError, match="there is no folder nowhere"):
         checkpoint_to_resume(MRPTrainingArguments(resume_from_checkpoint="nowhere"))
 
 
