@@ -61,7 +61,8 @@ def significant(value: float, digits: int = 3) -> str:
     >>> significant(0.1284), significant(0.00004217), significant(1234.5), significant(0.0)
     ('0.128', '4.22e-05', '1234', '0')
     """
-    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+    text = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e+" in text else text
 
 
 @dataclass
