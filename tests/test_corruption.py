@@ -51,7 +51,7 @@ def test_masked_share_follows_p_and_p_is_uniform_between_eps_and_one():
     assert abs(levels.mean() - 0.55) < 0.06
 
 
-def test_prompt_tokens_are_never_masked_and_one_answer_token_always_is():
+def test_prompt_tokens_are_never_masked_and_at_least_one_answer_token_is():
     answer = torch.tensor([False] * 20 + [True] * 4)
     for sample in range(300):
         masked, _ = draw_noise(answer, blocks(24, 8), sample_rng(0, sample, 0))
@@ -59,7 +59,7 @@ def test_prompt_tokens_are_never_masked_and_one_answer_token_always_is():
         assert masked.any()
 
 
-def test_no_answer_means_nothing_masked():
+def test_nothing_is_masked_without_an_answer():
     masked, p = draw_noise(torch.zeros(9, dtype=torch.bool), blocks(9, 4), sample_rng(0, 0, 0))
     assert not masked.any()
     assert p.shape == (9,)
@@ -73,7 +73,7 @@ def test_noise_level_per_block_differs_between_blocks_and_not_within():
 
 
 @pytest.mark.parametrize("counts", [(1,), (2,), (3,), (1, 3)])
-def test_every_block_with_masks_reveals_n_tokens_a_step_or_what_is_left(counts):
+def test_each_step_reveals_n_tokens_of_every_block_or_all_that_are_left(counts):
     block, steps = blocks(40, 8), 3
     for sample in range(50):
         rng = sample_rng(0, sample, 0)
