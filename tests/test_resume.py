@@ -104,7 +104,7 @@ def test_run_resumes_with_its_step_cut_into_smaller_batches(project, tmp_path):
 
 def test_head_trained_with_another_block_size_is_refused(project, tmp_path):
     main([project(max_steps=1)])
-    with pytest.raises(ValueError, match="was trained with block_size=4, but the model has 2"):
+    with pytest.raises(ValueError, match="was trained with block_size=4 and the model has 2"):
         main([project("again", head=str(tmp_path / "run"), block_size=2)])
 
 

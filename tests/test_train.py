@@ -169,6 +169,17 @@ def test_recipe_parses_without_a_deprecated_option(recipe, expected):
     assert args.activation_checkpointing == args.gradient_checkpointing == expected["checkpointing"]
 
 
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_both_names_of_activation_checkpointing_set_both_without_a_warning(name):
+    options = [f"--{name}", "true", f"--{name}_kwargs", '{"preserve_rng_state": false}']
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        _, _, args = parse_arguments(options)
+    assert args.activation_checkpointing is args.gradient_checkpointing is True
+    expected = {"preserve_rng_state": False, "use_reentrant": False}
+    assert args.activation_checkpointing_kwargs == args.gradient_checkpointing_kwargs == expected
+
+
 def test_every_recipe_is_tested():
     files = {path.name for path in RECIPES.iterdir()}
     assert files == {"sdar.yaml", "tiny.yaml", "accelerate-ddp.yaml", "accelerate-fsdp2.yaml"}

@@ -218,8 +218,8 @@ class MRPTrainingArguments(TrainingArguments):
         options = self.activation_checkpointing_kwargs
         if options and options.setdefault("use_reentrant", False):
             raise ValueError(
-                "activation_checkpointing_kwargs: use_reentrant must be false: reentrant checkpointing loses "
-                "gradients where the steps of a chain share the clean stream"
+                "use_reentrant must be false in activation_checkpointing_kwargs (gradient_checkpointing_kwargs): "
+                "reentrant checkpointing loses gradients where the steps of a chain share the clean stream"
             )
 
     @property

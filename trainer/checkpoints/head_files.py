@@ -159,7 +159,7 @@ def _check_base(model, folder: Path, config: dict, identity: dict):
         own = getattr(model.config, name)
         if own != config.get(name, own):
             raise ValueError(
-                f"the head in {folder} was trained with {name}={config[name]}, but the model has {own}: load the "
+                f"the head in {folder} was trained with {name}={config[name]} and the model has {own}: load the "
                 f"model with {name}={config[name]}"
             )
     if identity["base_hash"] != config["base_hash"]:
