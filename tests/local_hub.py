@@ -1,10 +1,10 @@
-"""A Hub in memory, for tests: serves and accepts model repositories for the real huggingface_hub client.
+"""A Hub in memory for tests, which serves and accepts model repositories for the real huggingface_hub client.
 
     with LocalHub() as hub:              # set HF_ENDPOINT=hub.url and HF_HUB_DISABLE_XET=1 in a child process
         hub.add("org/name", folder)
 
-Only what the client asks for is implemented: repository creation, one-commit uploads (regular files and basic LFS),
-revisions, trees and downloads.
+It implements what the client calls: repository creation, one-commit uploads (regular files and basic LFS), revisions,
+trees and downloads.
 """
 
 import base64
@@ -44,7 +44,7 @@ class LocalHub:
         self.server.server_close()
 
     def environment(self, cache_folder) -> dict[str, str]:
-        """Variables that make a child process use this Hub, with a cache and a token of its own."""
+        """Return the variables that make a child process use this Hub, with its own cache and token."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(cache_folder),
@@ -55,7 +55,7 @@ class LocalHub:
         }
 
     def add(self, repo_id: str, folder) -> str:
-        """Commit the files of a folder to a repository; returns the commit's id."""
+        """Commit the files of a folder to a repository. Returns the commit's id."""
         files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
         return self.commit(repo_id, files)
 
@@ -74,7 +74,7 @@ class LocalHub:
         return next((commit for commit in commits if commit.sha == revision), None)
 
     def apply(self, repo_id: str, lines: list[dict]) -> str:
-        """One commit from the operations that the client sends; all of them or none."""
+        """Make one commit of the operations that the client sends. Returns the commit's id."""
         files = dict(self.repositories[repo_id][-1].files)
         for line in lines:
             key, value = line["key"], line["value"]
@@ -88,7 +88,7 @@ class LocalHub:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers with the state of `self.server.hub`; ROUTES says which path is answered by which method."""
+    """Answers requests from the state of `self.server.hub`; ROUTES maps paths to methods."""
 
     protocol_version = "HTTP/1.1"
 

@@ -1,4 +1,4 @@
-"""The accelerate configs beside the recipes: accelerate reads them, and a run on two processes works with them."""
+"""The accelerate configs of hub_cards/recipes: accelerate reads them, and two processes train with them."""
 
 import re
 import socket
@@ -71,7 +71,7 @@ def launch_two(accelerate_config: str, *script_and_arguments: str) -> subprocess
 
 @pytest.mark.slow
 def test_two_processes_of_the_ddp_config_train_one_head(config, tmp_path):
-    """The config as it is, on the CPU: two processes with a row each take the steps of one process with two rows."""
+    """On the CPU, two processes with one row each take the same steps as one process with two rows."""
     main([config("one", per_device_train_batch_size=2, optim="sgd")])
     two = config("two", per_device_train_batch_size=1, optim="sgd", ddp_backend="gloo")
     done = launch_two("accelerate-ddp.yaml", "-m", "mrp_trainer.train", two)
@@ -88,7 +88,7 @@ EVALUATION = {"eval_steps": 4, "decode_new_tokens": 4, "reveal": "confident"}
 RECIPE = {
     "backbone_dtype": "bfloat16",
     "bf16": True,
-    "gradient_checkpointing": True,
+    "activation_checkpointing": True,
     "choice_weight": 0.1,
     "packing": True,
     "sequence_length": 32,
@@ -98,9 +98,10 @@ RECIPE = {
 
 @pytest.mark.slow
 def test_fsdp2_config_trains_the_head_of_one_process_and_resumes_it(config, tmp_path):
-    """All kinds of runs in one launch, their checkpoints in another; the last run there is on another backbone.
+    """One launch trains with several sets of options; a second resumes them, and then tries another backbone.
 
-    Of the recipe's data every fourth sample fills a row, so that the packed rows have unlike numbers of answers.
+    In the data for the recipe's options every fourth sample fills a row, so that packed rows hold different numbers of
+    answers.
     """
     held_out, uneven = tmp_path / "held-out.jsonl", tmp_path / "uneven.jsonl"
     samples = [{"prompt": "what is", "completion": "so one plus two " * (1 if n % 4 else 7)} for n in range(32)]
@@ -122,7 +123,7 @@ def test_fsdp2_config_trains_the_head_of_one_process_and_resumes_it(config, tmp_
     done = launch(*again, config("other", backbone_seed=1, **shared["adam"], **halved, **resume["adam"]))
     assert "load it onto the backbone it belongs to" in done.stderr
 
-    # Muon orthogonalises in bfloat16, and the recipe calculates in it: there the order of a sum shows
+    # Muon orthogonalises in bfloat16 and the recipe computes in it, so the order of sums is visible there.
     for name, tolerance in (("adam", 1e-4), ("muon", 1e-2), ("recipe", 1e-2)):
         main([config(f"{name}-alone", **shared[name], **alone)])
         main([config(f"{name}-onward", **shared[name], **alone, **resume[name])])

@@ -1,4 +1,4 @@
-"""What of a chat is supervised, and what its template is given."""
+"""Chats: which turns are supervised, and what the chat template receives."""
 
 import json
 
@@ -38,7 +38,7 @@ def texts(rows, tokenizer):
 
 
 @pytest.mark.parametrize("turns, answers", [(1, "two [EOS] four [EOS]"), (2, "four [EOS]"), (3, "four [EOS]")])
-def test_of_prompt_and_completion_in_messages_only_the_completion_is_supervised(tokenizer, turns, answers):
+def test_only_the_completion_is_supervised_if_prompt_and_completion_are_messages(tokenizer, turns, answers):
     rows = prepare([{"prompt": TURNS[:turns], "completion": TURNS[turns:]}], tokenizer)
     [row] = rows
     marked = zip(row["input_ids"], row["answer_mask"], strict=True)
@@ -47,7 +47,7 @@ def test_of_prompt_and_completion_in_messages_only_the_completion_is_supervised(
     assert tokenizer.decode(prompt) == ("one [EOS] so" if turns == 1 else "one [EOS] so two [EOS] three [EOS] so")
 
 
-def test_assistant_that_speaks_first_is_never_supervised(tokenizer):
+def test_first_turn_of_an_assistant_without_a_prompt_is_not_supervised(tokenizer):
     [sample] = chat_samples(TURNS[1:], tokenizer)
     assert sample == [("so two [EOS] three [EOS] so ", False), ("four [EOS] ", True)]
 
@@ -59,7 +59,7 @@ OTHER = {"name": "minus", "parameters": {"three": "int", "four": "int"}}
 
 
 @pytest.mark.parametrize("write", [list, json.dumps])
-def test_template_gets_the_tools(tokenizer, write):
+def test_template_receives_the_tools(tokenizer, write):
     records = [{"messages": TURNS[:2], "tools": write([ONE])}, {"messages": TURNS[:2], "tools": write([ONE, OTHER])}]
     expected = ["plus one two . one [EOS] so two [EOS]", "plus one two . minus three four . one [EOS] so two [EOS]"]
     assert texts(prepare(records, tokenizer), tokenizer) == expected
@@ -68,17 +68,17 @@ def test_template_gets_the_tools(tokenizer, write):
 
 
 @pytest.mark.parametrize("none", [None, [], "", "null", "[]"])
-def test_chat_may_be_without_tools(tokenizer, none):
+def test_chat_may_have_no_tools(tokenizer, none):
     assert texts(prepare([{"messages": TURNS[:2], "tools": none}], tokenizer), tokenizer) == ["one [EOS] so two [EOS]"]
 
 
-def test_tools_that_are_no_json_are_refused(tokenizer):
+def test_tools_that_are_not_json_are_refused(tokenizer):
     with pytest.raises(ValueError, match="column tools must hold lists or JSON, got 'plus'"):
         prepare([{"messages": TURNS[:2], "tools": "plus"}], tokenizer)
 
 
 def test_keys_that_arrow_adds_do_not_reach_the_template(tokenizer):
-    """A column has one type, so every call and tool showed the arguments of all others, with None as their value."""
+    """A column has one type, so every call and tool used to show the arguments of all others with the value None."""
 
     def chat(tool):
         call = {"name": tool["name"], "arguments": dict.fromkeys(tool["parameters"], 1)}
@@ -95,7 +95,7 @@ def test_keys_that_arrow_adds_do_not_reach_the_template(tokenizer):
 
 
 def test_content_of_a_message_may_be_none():
-    """Templates that test `content is none` need not take a message without the key."""
+    """A template may test `content is none`, which fails for a message without the key."""
     call = {"name": "plus", "arguments": {"content": None, "one": 1}}
     message = {"role": "assistant", "content": None, "name": None, "tool_calls": [call]}
     assert without_nulls(message, keep="content") == {

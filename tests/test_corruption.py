@@ -1,3 +1,5 @@
+"""Noise and reveals: distributions, seeds, and the golden loss weights."""
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -49,7 +51,7 @@ def test_masked_share_follows_p_and_p_is_uniform_between_eps_and_one():
     assert abs(levels.mean() - 0.55) < 0.06
 
 
-def test_prompt_tokens_are_never_masked_and_one_answer_token_always_is():
+def test_prompt_tokens_are_never_masked_and_at_least_one_answer_token_is():
     answer = torch.tensor([False] * 20 + [True] * 4)
     for sample in range(300):
         masked, _ = draw_noise(answer, blocks(24, 8), sample_rng(0, sample, 0))
@@ -57,7 +59,7 @@ def test_prompt_tokens_are_never_masked_and_one_answer_token_always_is():
         assert masked.any()
 
 
-def test_no_answer_means_nothing_masked():
+def test_nothing_is_masked_without_an_answer():
     masked, p = draw_noise(torch.zeros(9, dtype=torch.bool), blocks(9, 4), sample_rng(0, 0, 0))
     assert not masked.any()
     assert p.shape == (9,)
@@ -71,7 +73,7 @@ def test_noise_level_per_block_differs_between_blocks_and_not_within():
 
 
 @pytest.mark.parametrize("counts", [(1,), (2,), (3,), (1, 3)])
-def test_every_block_with_masks_reveals_n_tokens_a_step_or_what_is_left(counts):
+def test_each_step_reveals_n_tokens_of_every_block_or_all_that_are_left(counts):
     block, steps = blocks(40, 8), 3
     for sample in range(50):
         rng = sample_rng(0, sample, 0)
@@ -103,7 +105,12 @@ def test_order_reveals_shows_the_highest_scores_first_in_each_block():
     assert order_reveals(reveal_step, block, score).tolist() == [1, 0, 2, 2, 3, 1, 0, 1]
 
 
-def test_states_hide_exactly_what_is_not_revealed_yet():
+def test_order_reveals_keeps_the_order_of_positions_with_equal_scores():
+    reveal_step, block = torch.tensor([1, 2, 0, 2, 1, 0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    assert order_reveals(reveal_step, block, torch.zeros(6)).tolist() == [1, 2, 0, 1, 2, 0]
+
+
+def test_states_mask_exactly_what_is_not_revealed_yet():
     clean = torch.arange(6)[None]
     reveal_step = torch.tensor([[0, 1, 2, 3, 0, 1]])
     noisy, states = revealed_states(clean, reveal_step, 2, MASK)
@@ -134,7 +141,7 @@ def test_normaliser_counts_reveals_of_all_steps_so_far():
     assert loss_weights(reveal_step, p_mask, 2).tolist() == [[[0, 0, 0, 2, 2], [0, 0, 0, 0, 2]]]
 
 
-def test_a_visit_is_one_state_of_each_block_with_the_next_ones_behind_it():
+def test_a_visit_is_one_state_of_each_block_followed_by_the_next_reveals_of_decoding():
     visited = torch.tensor([-1, -1, 1, 0, 3, 1, 0, 2, 0, -1])  # two prompt tokens; the last is never revealed
     answer, block = torch.arange(10) > 1, torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 2])
     seen = set()

@@ -1,3 +1,5 @@
+"""Preparing data sets: formats, rows, sources; and the collator that makes batches of them."""
+
 import json
 import logging
 
@@ -27,7 +29,7 @@ def prepare(records, tokenizer, **options):
 
 
 def samples_of(dataset):
-    """(ids, answer mask, sample id) of every sample of prepared rows."""
+    """Yield (ids, answer mask, sample id) of every sample of prepared rows."""
     for row in dataset:
         assert sum(row["lengths"]) == len(row["input_ids"]) == len(row["answer_mask"])
         start = 0
@@ -51,13 +53,13 @@ def test_text_is_supervised_throughout_and_ends_with_eos(tokenizer):
     assert tokenizer.decode(ids) == "one plus two"
 
 
-def test_of_prompt_and_completion_the_completion_is_supervised(tokenizer):
+def test_only_the_completion_of_a_prompt_is_supervised(tokenizer):
     [(ids, mask, _)] = samples_of(prepare([{"prompt": "what is one ?", "completion": "so two ."}], tokenizer))
     assert text_of(ids, mask, tokenizer, 0) == "what is one ?"
     assert text_of(ids, mask, tokenizer, 1) == "so two . [EOS]"
 
 
-def test_of_a_chat_only_what_the_assistant_says_is_supervised(tokenizer):
+def test_only_the_turns_of_the_assistant_are_supervised_in_a_chat(tokenizer):
     messages = [
         {"role": "system", "content": "ok"},
         {"role": "user", "content": "what is one ?"},
@@ -81,7 +83,7 @@ def test_prompt_and_completion_may_be_messages(tokenizer):
 
 
 def test_template_that_rewrites_earlier_turns_gives_one_sample_per_rendering(tokenizer):
-    """Reasoning models drop the reasoning of earlier turns, so one text cannot hold all turns as they are used."""
+    """Templates of reasoning models drop the reasoning of earlier turns, so no single text has all turns as in use."""
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m['role'] }}> "
         "{% if m['role'] == 'assistant' and loop.last %}hmm {% endif %}{{ m['content'] }} . {% endfor %}"
@@ -96,7 +98,7 @@ def test_template_that_rewrites_earlier_turns_gives_one_sample_per_rendering(tok
     assert second == [("<user> one . <assistant> two . <user> three . <assistant> ", False), ("hmm four . ", True)]
 
 
-def test_template_whose_answer_does_not_follow_its_prompt_is_refused(tokenizer):
+def test_template_whose_answer_does_not_begin_with_its_prompt_is_refused(tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}so{% endif %}"
     )
@@ -113,7 +115,7 @@ def test_unknown_columns_and_options_are_refused(tokenizer):
         prepare([{"text": "one"}], tokenizer, sequence_length=0)
 
 
-def test_nothing_to_supervise_is_an_error(tokenizer):
+def test_data_with_nothing_to_supervise_is_refused(tokenizer):
     with pytest.raises(ValueError, match="no sample has anything to supervise"):
         prepare([{"messages": [{"role": "user", "content": "one"}]}], tokenizer)
 
@@ -145,7 +147,7 @@ def test_row_without_a_value_is_named(tokenizer, column, record, streamed):
         prepare_dataset(data.to_iterable_dataset() if streamed else data, tokenizer, sequence_length=16)
 
 
-def test_prepared_rows_come_back_as_they_are(tokenizer):
+def test_prepared_rows_are_returned_unchanged(tokenizer):
     rows = prepare([{"text": "one"}], tokenizer)
     assert prepare_dataset(rows, tokenizer, sequence_length=16) is rows
 
@@ -160,7 +162,7 @@ def records(count):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_no_token_is_lost_or_changes_its_sample(tokenizer, packing):
+def test_rows_keep_every_token_in_its_sample(tokenizer, packing):
     data = records(50)
     rows = prepare(data, tokenizer, packing=packing)
     found = {sample: tokenizer.decode(ids) for ids, _, sample in samples_of(rows)}
@@ -197,7 +199,7 @@ def test_without_a_sequence_length_rows_hold_1024_tokens(tokenizer):
     assert [len(row["input_ids"]) for row in rows] == [1024, 477]
 
 
-def test_stream_reports_what_it_leaves_out_ever_more_rarely(tokenizer, caplog):
+def test_stream_logs_what_it_leaves_out_at_powers_of_ten(tokenizer, caplog):
     data = [{"text": "one two three four five " * 4}] * 25 + [{"text": "ok"}]
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
@@ -231,11 +233,11 @@ def test_jsonl_parquet_folder_and_stream_give_the_same_rows(tokenizer, tmp_path)
         rows = prepare_dataset(load_source(tmp_path / name), tokenizer, sequence_length=16)
         assert list(rows) == expected, name
         stream = prepare_dataset(load_source(tmp_path / name, streaming=True), tokenizer, sequence_length=16)
-        ids = {"sample_ids": None}  # of a stream: hashes
+        ids = {"sample_ids": None}  # those of a stream are hashes
         assert [row | ids for row in stream] == [row | ids for row in expected], name
 
 
-def test_several_sources_are_refused_with_a_way_to_give_them(tmp_path):
+def test_several_sources_are_refused_with_advice(tmp_path):
     with pytest.raises(ValueError, match=r"expected one .*\['a.jsonl', 'b.jsonl'\].* into one folder"):
         load_source(["a.jsonl", "b.jsonl"])
 
@@ -248,7 +250,7 @@ def test_file_of_another_kind_and_missing_split_are_refused(tmp_path):
         load_source(tmp_path / "missing.jsonl")
 
 
-def test_tokenization_is_found_again_in_the_cache_until_something_that_shapes_it_changes(tokenizer, tmp_path):
+def test_cache_of_the_tokenization_depends_on_what_determines_the_ids_and_nothing_else(tokenizer, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records(5)))
     source = load_source(path)
@@ -257,7 +259,7 @@ def test_tokenization_is_found_again_in_the_cache_until_something_that_shapes_it
         return prepare_dataset(source, tokenizer, **{"sequence_length": 16} | options)._fingerprint
 
     first = key()
-    tokenizer(["one two", "one"], truncation=True, max_length=1, padding=True)  # changes the tokenizer's own state
+    tokenizer(["one two", "one"], truncation=True, max_length=1, padding=True)  # changes the tokenizer's state
     assert key() == first
     others = [key(sequence_length=8), key(packing=False), key(long_samples="drop"), key(append_eos=False)]
     tokenizer.chat_template = "{{ messages }}"
@@ -271,7 +273,7 @@ def collator(**options):
     return MRPCollator(**{"block_size": 4, "mask_token_id": MASK, "steps": 2, "sequence_length": 16} | options)
 
 
-def test_batch_has_the_agreed_shapes_and_its_parts_fit_together(tokenizer):
+def test_batch_has_the_documented_shapes_and_consistent_parts(tokenizer):
     rows = list(prepare(records(20), tokenizer))
     batch = collator()(rows[:3])
     assert {name: tuple(t.shape) for name, t in batch.items()} == {
@@ -303,7 +305,7 @@ def test_blocks_are_counted_from_the_start_of_each_sample_and_padding_is_marked(
 
 
 def test_noise_of_a_sample_does_not_depend_on_its_neighbours():
-    """A resumed run, another batch size and other packing see the same noise."""
+    """So a resumed run, another batch size or other packing sees the same noise."""
     samples = [{"input_ids": [9 + i] * 6, "answer_mask": [1] * 6, "lengths": [6], "sample_ids": [i]} for i in range(4)]
     packed = {
         "input_ids": sum((s["input_ids"] for s in samples[:2]), []),
@@ -319,7 +321,7 @@ def test_noise_of_a_sample_does_not_depend_on_its_neighbours():
     assert torch.equal(in_pack[:, 6:12], alone[1])
 
 
-def test_workers_that_live_on_see_the_next_epoch():
+def test_persistent_workers_see_the_next_epoch():
     rows = [{"input_ids": [9] * 16, "answer_mask": [1] * 16, "lengths": [16], "sample_ids": [i]} for i in range(4)]
     collate = collator()
     loader = torch.utils.data.DataLoader(
@@ -333,7 +335,7 @@ def test_workers_that_live_on_see_the_next_epoch():
     assert not torch.equal(collate(rows)["input_ids"], collator()(rows)["input_ids"])
 
 
-def test_rows_as_long_as_the_batch_needs_end_on_a_block():
+def test_rows_without_a_sequence_length_are_padded_to_whole_blocks():
     rows = [{"input_ids": [9] * n, "answer_mask": [1] * n, "lengths": [n], "sample_ids": [n]} for n in (3, 9)]
     assert collator(sequence_length=None)(rows)["input_ids"].shape == (2, 12)
 

@@ -1,80 +1,22 @@
-"""The residual loss against float64 formulas, golden data and its own laws, for both row functions.
+"""The residual loss against float64 formulas, golden values and properties, with every backend that can run here."""
 
-Triton's interpreter must be chosen before triton is imported, so the "triton" cases on a CPU exist only in a process
-of their own: `test_kernels_pass_in_the_interpreter` runs this file again with TRITON_INTERPRET=1.
-"""
-
-import os
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from linear_kl_cases import IMPLEMENTATIONS, Implementation, exact_kl_and_gradient, random_hidden, relative_error
 from safetensors.torch import load_file
 
 from mrp_trainer import linear_kl
-from mrp_trainer.benchmarks.loss import bench_loss, main, naive_linear_kl, peak_memory
-from mrp_trainer.losses.linear_kl import Choice, auto_chunk_rows, linear_kl_and_choice
 
 GOLDEN = Path(__file__).parent / "golden"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-MASK = 7
-
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-IMPLEMENTATIONS = [
-    pytest.param(("torch", "cpu"), id="torch"),
-    *([pytest.param(("triton", "cpu"), id="triton")] if INTERPRETED else []),
-    pytest.param(("triton", "cuda"), id="triton-cuda", marks=on_gpu),
-]
-
-
-class Implementation:
-    """linear_kl with one backend on one device; inputs are moved there and results back."""
-
-    def __init__(self, backend: str, device: str):
-        self.backend, self.device = backend, device
-
-    def kl(self, h_student, h_teacher, weight, **options):
-        moved = (tensor.detach().to(self.device) for tensor in (h_student, h_teacher, weight))
-        return linear_kl(*moved, backend=self.backend, **options).cpu()
-
-    def kl_and_gradient(self, h_student, h_teacher, weight, **options):
-        h_student = h_student.detach().to(self.device).requires_grad_()
-        kl = linear_kl(h_student, h_teacher.to(self.device), weight.to(self.device), backend=self.backend, **options)
-        (gradient,) = torch.autograd.grad(kl.sum(), h_student)
-        return kl.detach().cpu(), gradient.cpu()
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def ours(request):
     return Implementation(*request.param)
-
-
-def exact_kl_and_gradient(h_student, h_teacher, weight, temperature=1.0):
-    """The definition in float64, and its gradient by autograd."""
-    h_student = h_student.detach().double().requires_grad_()
-    weight = weight.double()
-    teacher = F.log_softmax(h_teacher.double() @ weight.t() / temperature, dim=-1)
-    student = F.log_softmax(h_student @ weight.t() / temperature, dim=-1)
-    kl = temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
-    (gradient,) = torch.autograd.grad(kl.sum(), h_student)
-    return kl.detach(), gradient
-
-
-def random_hidden(rows, vocab_size, hidden=32, change=0.1, dtype=torch.float32, logit_scale=3.0, seed=0):
-    """h_student, h_teacher, weight; the KL is about (logit_scale * change)^2 / 2."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(vocab_size, hidden, generator=generator) * logit_scale / hidden**0.5
-    h_teacher = torch.randn(rows, hidden, generator=generator)
-    h_student = h_teacher + change * torch.randn(rows, hidden, generator=generator)
-    return h_student.to(dtype), h_teacher.to(dtype), weight.to(dtype)
-
-
-def relative_error(value, expected):
-    return ((value.double() - expected).norm() / expected.norm()).item()
 
 
 def test_gradcheck_in_float64():
@@ -88,7 +30,7 @@ def test_gradcheck_in_float64():
 
 
 @pytest.mark.parametrize("name", ["block4", "block8-tied"])
-def test_golden_loss_and_gradient(ours, name):
+def test_loss_and_gradient_equal_the_golden_values(ours, name):
     expected = {key: value for key, value in load_file(GOLDEN / name / "expected.safetensors").items()}
     tensors = load_file(GOLDEN / name / "model.safetensors")
     weight = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).float()
@@ -138,8 +80,8 @@ def test_temperature_scales_logits_and_loss(ours, temperature):
     assert relative_error(gradient, exact_gradient) < 3e-4
 
 
-def test_bf16_gradient_survives_where_two_logit_tensors_lose_it(ours):
-    """The control is generous: only the finished logits are rounded, all else is float64."""
+def test_bf16_gradient_is_accurate_where_that_of_two_rounded_logit_tensors_is_not(ours):
+    """The comparison is generous: it rounds only the finished logits and does all else in float64."""
     h_student, h_teacher, weight = random_hidden(64, 4000, hidden=64, change=0.02, logit_scale=5.0)
     h_teacher, weight = h_teacher.bfloat16(), weight.bfloat16()
     exact_kl, exact_gradient = exact_kl_and_gradient(h_student, h_teacher, weight)
@@ -154,7 +96,7 @@ def test_bf16_gradient_survives_where_two_logit_tensors_lose_it(ours):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_inputs_give_exactly_nothing(ours, dtype):
+def test_loss_and_gradient_of_equal_inputs_are_exactly_zero(ours, dtype):
     _, h_teacher, weight = random_hidden(5, 5000, dtype=dtype)
     kl, gradient = ours.kl_and_gradient(h_teacher, h_teacher, weight)
     assert torch.equal(kl, torch.zeros(5))
@@ -163,7 +105,7 @@ def test_equal_inputs_give_exactly_nothing(ours, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("logit_scale", [3.0, 1e4])
-def test_never_negative(ours, dtype, logit_scale):
+def test_loss_is_finite_and_never_negative(ours, dtype, logit_scale):
     for change in (1e-7, 1e-5, 1e-3, 1e-2, 0.1, 1.0, 10.0):
         h_student, h_teacher, weight = random_hidden(16, 500, change=change, logit_scale=logit_scale)
         kl = ours.kl(h_student, h_teacher.to(dtype), weight.to(dtype))
@@ -171,8 +113,8 @@ def test_never_negative(ours, dtype, logit_scale):
         assert kl.isfinite().all()
 
 
-def test_logits_times_ten_thousand(ours):
-    """A common shift of 1e4 or a one-hot teacher must neither overflow nor lose the loss."""
+def test_logits_of_100000_neither_overflow_nor_lose_the_loss(ours):
+    """Such logits make the teacher one-hot and share large parts between teacher and student."""
     inputs = random_hidden(16, 1000, change=0.5, logit_scale=3e4)
     kl, gradient = ours.kl_and_gradient(*inputs)
     exact_kl, exact_gradient = exact_kl_and_gradient(*inputs)
@@ -183,7 +125,7 @@ def test_logits_times_ten_thousand(ours):
 
 
 @pytest.mark.parametrize("rows", [1, 12])
-def test_chunk_size_does_not_matter(ours, rows):
+def test_loss_and_gradient_do_not_depend_on_the_chunk_size(ours, rows):
     inputs = random_hidden(rows, 300, change=0.5)
     whole_kl, whole_gradient = ours.kl_and_gradient(*inputs)
     for chunk_rows in (1, 7, max(1, rows - 1), rows, 2 * rows):
@@ -192,18 +134,18 @@ def test_chunk_size_does_not_matter(ours, rows):
         torch.testing.assert_close(gradient, whole_gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_tiles_of_the_pytorch_path_do_not_matter(monkeypatch):
+def test_loss_and_gradient_do_not_depend_on_the_tile_size(monkeypatch):
     """A tile of 2 rows, chunks of 5: every chunk ends in a shorter tile."""
     inputs = random_hidden(12, 300, change=0.5)
     implementation = Implementation("torch", "cpu")
     whole_kl, whole_gradient = implementation.kl_and_gradient(*inputs)
-    monkeypatch.setitem(import_module("mrp_trainer.losses.linear_kl").TILE_ELEMENTS, "cpu", 700)
+    monkeypatch.setitem(import_module("mrp_trainer.losses.kl_rows").TILE_ELEMENTS, "cpu", 700)
     kl, gradient = implementation.kl_and_gradient(*inputs, chunk_rows=5)
     torch.testing.assert_close(kl, whole_kl, rtol=1e-5, atol=0)
     torch.testing.assert_close(gradient, whole_gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_no_rows(ours):
+def test_no_rows_give_an_empty_loss_and_gradient(ours):
     _, _, weight = random_hidden(1, 50)
     kl, gradient = ours.kl_and_gradient(torch.empty(0, 32), torch.empty(0, 32), weight)
     assert kl.shape == (0,) and gradient.shape == (0, 32)
@@ -229,13 +171,13 @@ def test_padded_vocabulary_rows_are_not_read(ours):
     assert torch.equal(gradient, expected_gradient)
 
 
-def test_everything_suppressed_gives_nothing(ours):
+def test_loss_and_gradient_are_zero_if_every_token_is_suppressed(ours):
     kl, gradient = ours.kl_and_gradient(*random_hidden(3, 40), suppress_ids=range(40))
     assert torch.equal(kl, torch.zeros(3))
     assert torch.equal(gradient, torch.zeros(3, 32))
 
 
-def test_token_ruled_out_by_the_student_alone_costs_infinity(ours):
+def test_loss_is_infinite_if_the_student_alone_rules_a_token_out(ours):
     """Token 0 has a weight so large that the student's logit overflows to -inf where its h differs."""
     h_student, h_teacher, weight = random_hidden(3, 40)
     h_teacher[:, 0] = h_student[:, 0] = 0
@@ -259,7 +201,7 @@ def test_nan_stays_in_its_row(ours):
     assert torch.equal(gradient[others], clean_gradient[others])
 
 
-def test_non_contiguous_inputs(ours):
+def test_non_contiguous_inputs_give_the_same_loss(ours):
     h_student, h_teacher, weight = random_hidden(6, 80, change=0.5)
     expected_kl, expected_gradient = ours.kl_and_gradient(h_student, h_teacher, weight)
     wide = torch.empty(6, 64)
@@ -274,12 +216,12 @@ def test_non_contiguous_inputs(ours):
 def test_only_the_student_gets_a_gradient():
     h_student, h_teacher, weight = (tensor.requires_grad_() for tensor in random_hidden(3, 40))
     linear_kl(h_student, h_teacher, weight).sum().backward()
-    assert h_student.grad is not None and h_student.grad.abs().sum() > 0
+    assert h_student.grad.abs().sum() > 0
     assert weight.grad is None
     assert h_teacher.grad is None
 
 
-def test_row_weights_and_normaliser_reach_the_gradient(ours):
+def test_row_weights_and_normaliser_scale_the_gradient(ours):
     h_student, h_teacher, weight = random_hidden(5, 40, change=0.5)
     row_weight = torch.tensor([0.0, 1.0, 2.5, 10.0, 1e-3])
     leaf = h_student.detach().to(ours.device).requires_grad_()
@@ -296,78 +238,11 @@ def test_float32_student_with_bf16_weight_gets_a_float32_gradient():
     assert h_student.grad.dtype == torch.float32
 
 
-def test_autocast_changes_nothing():
+def test_autocast_does_not_change_the_loss():
     inputs = random_hidden(3, 40)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = linear_kl(*inputs)
     assert torch.equal(inside, linear_kl(*inputs))
-
-
-def forward_peak(rows, vocab_size, hidden, chunk_rows, dtype=torch.float32, choose=False):
-    h_student, h_teacher, weight = random_hidden(rows, vocab_size, hidden, dtype=dtype)
-    h_student.requires_grad_()
-
-    def step():
-        if choose:
-            kl, choice = linear_kl_and_choice(h_student, h_teacher, weight, MASK, chunk_rows=chunk_rows)
-            (kl + choice.log_prob).sum().backward()
-        else:
-            linear_kl(h_student, h_teacher, weight, chunk_rows=chunk_rows).sum().backward()
-
-    # on CPUs with AMX oneDNN's bf16 products pack the weight into scratch memory, which is none of the loss's own
-    with torch.backends.mkldnn.flags(enabled=dtype != torch.bfloat16):
-        return peak_memory(step)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk_rows", [1, 16])
-@pytest.mark.parametrize("choose", [False, True])
-def test_at_most_24_bytes_per_element_of_a_chunk(dtype, chunk_rows, choose):
-    vocab_size, hidden, rows = 20000, 8, 32
-    per_row = 4 * hidden * 4 * rows + 2 * hidden * 4 * chunk_rows  # gradients and stacked hidden states
-    peak = forward_peak(rows, vocab_size, hidden, chunk_rows, dtype, choose)
-    assert peak - per_row <= 24 * chunk_rows * vocab_size
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype", "rows"),
-    [
-        (151936, None, 768),  # of 883
-        (151936, torch.float32, 256),  # of 441
-        (2**19 + 1, None, 255),  # no whole multiple fits
-        (2**28, None, 1),
-    ],
-)
-def test_chunks_of_a_gpu_are_whole_tiles_whatever_the_number_of_rows(vocab_size, dtype, rows):
-    weight = torch.empty(vocab_size, 2, dtype=torch.bfloat16, device="meta")  # taken for a GPU
-    assert {auto_chunk_rows(n, weight, dtype) for n in (0, 1, 700, 883, 12345)} == {rows}
-
-
-def test_chunks_of_a_cpu_are_of_about_equal_size():
-    weight = torch.empty(3 * 2**12, 2)
-    assert [auto_chunk_rows(n, weight) for n in (0, 1, 1024, 1025, 4000)] == [1, 1, 1024, 513, 1000]
-
-
-def test_memory_grows_with_rows_as_their_hidden_states_and_halves_with_the_chunk():
-    vocab_size, hidden = 20000, 8
-    few, many = forward_peak(32, vocab_size, hidden, 8), forward_peak(256, vocab_size, hidden, 8)
-    assert 0 < many - few <= 4 * (256 - 32) * hidden * 4  # a few [N, H] tensors, nothing of size N * V
-    whole, half = forward_peak(64, vocab_size, hidden, 32), forward_peak(64, vocab_size, hidden, 16)
-    assert whole / half == pytest.approx(2, rel=0.05)
-
-
-def test_peak_memory_sees_what_is_freed_again():
-    """Two tensors of 1 MB alive together; three of them one after the other."""
-
-    def together():
-        return torch.ones(2**18) + 1
-
-    def in_turn():
-        for _ in range(3):
-            torch.ones(2**18)
-
-    assert 2 * 2**20 <= peak_memory(together) < 2.1 * 2**20
-    assert 2**20 <= peak_memory(in_turn) < 1.1 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -389,247 +264,7 @@ def test_peak_memory_sees_what_is_freed_again():
         ({"backend": "cuda"}, "backend must be one of auto, torch, triton"),
     ],
 )
-def test_bad_arguments_are_named(change, message):
+def test_invalid_arguments_are_named(change, message):
     arguments = {"h_student": torch.zeros(2, 8), "h_teacher": torch.zeros(2, 8), "weight": torch.zeros(5, 8)} | change
     with pytest.raises(ValueError, match=message):
         linear_kl(**arguments)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes CPU tensors")
-def test_triton_on_a_cpu_tensor_is_refused():
-    inputs = random_hidden(2, 20)
-    with pytest.raises(ValueError, match="backend='triton' cannot be used: "):
-        linear_kl(*inputs, backend="triton")
-
-
-def test_default_on_a_cpu_needs_no_triton():
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch; from mrp_trainer import linear_kl\n"
-        "print(linear_kl(torch.ones(1, 2), torch.zeros(1, 2), torch.eye(2)).shape)\n"
-        "try: linear_kl(torch.ones(1, 2), torch.zeros(1, 2), torch.eye(2), backend='triton')\n"
-        "except ValueError as error: print(error)\n"
-    )
-    result = run_python("-c", code)
-    assert result.returncode == 0, result.stderr
-    assert "torch.Size([1])" in result.stdout
-    assert "triton is not installed" in result.stdout
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
-def test_kernels_pass_in_the_interpreter():
-    pytest.importorskip("triton")
-    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton and not cuda and not cpu"]
-    result = run_python(*options, TRITON_INTERPRET="1")
-    assert result.returncode == 0, result.stdout + result.stderr
-    passed = int(result.stdout.split(" passed")[0].split()[-1])
-    assert passed >= 30, result.stdout
-
-
-@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be compiled")
-@pytest.mark.parametrize("choose", [False, True])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_kernel_compiles_for_gpus_that_are_not_here(dtype, choose):
-    """What only the interpreter accepts fails here: the compiler and its assembler need no device."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from mrp_trainer.losses.linear_kl_triton import _kl_rows_kernel
-
-    signature = {
-        "teacher_ptr": f"*{dtype}",
-        "delta_ptr": f"*{dtype}",
-        "kl_ptr": "*fp32",
-        "token_ptr": "*i64",
-        "score_ptr": "*fp32",
-        "log_prob_ptr": "*fp32",
-        "teacher_stride": "i64",
-        "delta_stride": "i64",
-        "vocab_size": "i32",
-        "inverse_temperature": "fp32",
-        "mask_token_id": "i32",
-    }
-    constants = {"BLOCK": 4096, "WRITE_GRADIENT": True, "CHOOSE": choose}
-    if not choose:
-        constants |= dict.fromkeys(("token_ptr", "score_ptr", "log_prob_ptr", "mask_token_id"))
-    source = ASTSource(_kl_rows_kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    for capability in (80, 90):
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
-        assert len(compiled.asm["cubin"]) > 0
-
-
-# --- the teacher's choice from the same logits
-
-
-def exact_choice(h_student, h_teacher, weight, mask_token_id):
-    """token, score, log_prob by the definition in float64."""
-    student, teacher = (
-        (hidden.double() @ weight.double().t()).index_fill(1, torch.tensor([mask_token_id]), -torch.inf)
-        for hidden in (h_student, h_teacher)
-    )
-    score, token = F.log_softmax(teacher, dim=-1).max(-1)
-    return token, score, F.log_softmax(student, dim=-1).gather(1, token[:, None])[:, 0]
-
-
-def choice_of(ours, h_student, h_teacher, weight, **options):
-    """KL, choice and the gradients of both sums, on the CPU."""
-    h_student, h_teacher, weight = (tensor.detach().to(ours.device) for tensor in (h_student, h_teacher, weight))
-    h_student.requires_grad_()
-    kl, choice = linear_kl_and_choice(h_student, h_teacher, weight, MASK, backend=ours.backend, **options)
-    of_kl, of_log_prob = (
-        torch.autograd.grad(value.sum(), h_student, retain_graph=True)[0] for value in (kl, choice.log_prob)
-    )
-    return kl.detach().cpu(), Choice(*(field.detach().cpu() for field in choice)), of_kl.cpu(), of_log_prob.cpu()
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("vocab_size", [97, 5000])
-def test_the_choice_is_that_of_the_definition_and_the_kl_is_that_of_linear_kl(ours, vocab_size, temperature):
-    h_student, h_teacher, weight = random_hidden(9, vocab_size, change=0.5)
-    weight[MASK] = 4 * h_teacher[0]  # what the first row would choose
-    kl, choice, of_kl, of_log_prob = choice_of(ours, h_student, h_teacher, weight, temperature=temperature)
-
-    exact_student = h_student.double().requires_grad_()
-    token, score, log_prob = exact_choice(exact_student, h_teacher, weight, MASK)
-    assert torch.equal(choice.token, token) and (h_teacher[0] @ weight.t()).argmax() == MASK
-    torch.testing.assert_close(choice.score.double(), score, rtol=5e-5, atol=1e-6)
-    torch.testing.assert_close(choice.log_prob.double(), log_prob.detach(), rtol=5e-5, atol=1e-6)
-    (exact_gradient,) = torch.autograd.grad(log_prob.sum(), exact_student)
-    assert relative_error(of_log_prob, exact_gradient) < 3e-4
-
-    alone, of_it_alone = ours.kl_and_gradient(h_student, h_teacher, weight, temperature=temperature)
-    torch.testing.assert_close(kl, alone, rtol=1e-6, atol=0)
-    torch.testing.assert_close(of_kl, of_it_alone, rtol=1e-5, atol=1e-7)
-
-
-def test_choice_in_bf16_is_good_to_the_rounding_of_its_logits(ours):
-    inputs = random_hidden(32, 4000, hidden=64, change=0.1, dtype=torch.bfloat16)
-    _, choice, _, of_log_prob = choice_of(ours, *inputs)
-    exact_student = inputs[0].double().requires_grad_()
-    token, best, log_prob = exact_choice(exact_student, *inputs[1:], MASK)
-    rounding = 2**-8 * 16  # half a unit in the last place of a logit of 16
-    of_its_token = F.log_softmax((inputs[1].double() @ inputs[2].double().t()), dim=-1).gather(
-        1, choice.token[:, None]
-    )
-    assert (best - of_its_token[:, 0]).max() < 2 * rounding  # a token as good as the best
-    same = choice.token == token
-    torch.testing.assert_close(choice.score.double(), best, rtol=0, atol=2 * rounding)
-    torch.testing.assert_close(choice.log_prob.double()[same], log_prob.detach()[same], rtol=0, atol=4 * rounding)
-    (exact_gradient,) = torch.autograd.grad(log_prob[same].sum(), exact_student)
-    assert relative_error(of_log_prob[same], exact_gradient[same]) < 5e-2
-
-
-def test_a_nearly_certain_token_keeps_its_odds(ours):
-    """Its logit is 19 above the others, and float32 knows it to 1e-6; as a number below 1 it would be lost."""
-    h_student, h_teacher, weight = random_hidden(24, 500, change=0.02, logit_scale=1.0)
-    weight[3] = 0
-    weight[3, 0], h_teacher[:, 0], h_student[:, 0] = 3.0, 6.2, 6.1
-    weight[:3, 0] = weight[4:, 0] = 0
-    _, choice, _, of_log_prob = choice_of(ours, h_student, h_teacher, weight)
-    exact_student = h_student.double().requires_grad_()
-    token, score, log_prob = exact_choice(exact_student, h_teacher, weight, MASK)
-    assert torch.equal(choice.token, token)
-    (exact_gradient,) = torch.autograd.grad(log_prob.sum(), exact_student)
-    assert relative_error(of_log_prob, exact_gradient) < 1e-4
-    log_prob = log_prob.detach()
-    doubt = -torch.expm1(log_prob)
-    assert (doubt < 2e-5).all() and (doubt > 2e-6).all()
-    for ours_, exact in ((choice.log_prob, log_prob), (choice.score, score)):
-        assert (-torch.expm1(ours_.double()) / -torch.expm1(exact) - 1).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("chunk_rows", [1, 5, 24])
-def test_chunks_and_tiles_do_not_change_the_choice(ours, monkeypatch, chunk_rows):
-    inputs = random_hidden(12, 300, change=0.5)
-    whole = choice_of(ours, *inputs)
-    monkeypatch.setitem(import_module("mrp_trainer.losses.linear_kl").TILE_ELEMENTS, "cpu", 700)
-    kl, choice, *gradients = choice_of(ours, *inputs, chunk_rows=chunk_rows)
-    assert torch.equal(choice.token, whole[1].token)
-    for value, expected in zip((kl, *choice[1:], *gradients), (whole[0], *whole[1][1:], *whole[2:]), strict=True):
-        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_nan_of_a_row_stays_out_of_the_choice_of_others(ours):
-    h_student, h_teacher, weight = random_hidden(4, 300)
-    clean = choice_of(ours, h_student, h_teacher, weight)
-    h_teacher[2, 0] = torch.nan
-    _, choice, _, of_log_prob = choice_of(ours, h_student, h_teacher, weight)
-    others = [0, 1, 3]
-    assert choice.score[2].isnan() and choice.log_prob[2].isnan() and 0 <= choice.token[2] < 300
-    assert all(torch.equal(field[others], before[others]) for field, before in zip(choice, clean[1], strict=True))
-    assert torch.equal(of_log_prob[others], clean[3][others])
-
-
-def test_gradcheck_of_both_values_in_float64():
-    h_student, h_teacher, weight = random_hidden(5, 23, hidden=6, change=0.7, dtype=torch.float64)
-
-    def values(h):
-        kl, choice = linear_kl_and_choice(h, h_teacher, weight, MASK, chunk_rows=2)
-        return kl, choice.log_prob
-
-    assert torch.autograd.gradcheck(values, h_student.requires_grad_(), atol=1e-8)
-
-
-def test_mask_token_outside_the_vocabulary_is_refused():
-    with pytest.raises(ValueError, match=r"mask_token_id must lie in \[0, 20\), the rows of weight; got 20"):
-        linear_kl_and_choice(*random_hidden(2, 20), 20)
-
-
-def test_naive_loss_of_the_benchmark_is_the_same_loss():
-    inputs = random_hidden(4, 100, change=0.5)
-    torch.testing.assert_close(naive_linear_kl(*inputs), linear_kl(*inputs), rtol=1e-4, atol=1e-6)
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """torch.compile takes half a minute of C++ compiler on a CPU; its failure must leave the other rows whole."""
-
-    def no_compiler(function):
-        def fail(*_):
-            raise RuntimeError("no C++ compiler\nin this test")
-
-        return fail
-
-    monkeypatch.setattr(torch, "compile", no_compiler)
-
-
-NAMES = ["naive", "compile", "liger", "ours", "ours+choice", "gemms", "gemms whole"]
-
-
-def test_benchmark_reports_ratios_and_why_something_cannot_run(uncompiled):
-    rows = {row["name"]: row for row in bench_loss(rows=64, vocab_size=2000, hidden_size=16, repeats=1, chunk_rows=4)}
-    assert list(rows) == NAMES
-    assert rows["compile"]["note"] == "no C++ compiler" and rows["compile"]["seconds"] is None
-    assert rows["naive"]["time_ratio"] == rows["naive"]["memory_ratio"] == 1
-    assert rows["ours"]["memory_ratio"] < 1 / 8
-    ours = rows["ours"]
-    assert ours["gemm_ratio"] == pytest.approx(ours["seconds"] / rows["gemms"]["seconds"])
-
-
-def test_benchmark_prints_a_table(uncompiled, capsys):
-    assert main(["--rows", "8", "--vocab-size", "100", "--hidden-size", "8", "--repeats", "1", "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:11].strip() for line in lines[1:]] == NAMES
-
-
-def test_whatever_a_contender_raises_is_its_note(uncompiled, monkeypatch):
-    def of_another_version(*_):
-        raise TypeError("unexpected keyword 'jsd_beta'")
-
-    monkeypatch.setattr("mrp_trainer.benchmarks.loss._liger_mean_kl", of_another_version)
-    rows = {row["name"]: row for row in bench_loss(rows=4, vocab_size=100, hidden_size=8, repeats=1)}
-    assert rows["liger"]["note"] == "unexpected keyword 'jsd_beta'"
-    assert rows["ours"]["note"] is None
-
-
-def run_python(*arguments, **environment):
-    root = Path(__file__).parent.parent
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | environment,
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )

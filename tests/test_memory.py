@@ -1,3 +1,5 @@
+"""The estimate of a step's memory against what the profiler measures, and the advice that follows from it."""
+
 import dataclasses
 
 import pytest
@@ -6,14 +8,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from mrp_trainer.evaluation.head_metrics import measure_head
 from mrp_trainer.losses.acceptance import linear_total_variation
-from mrp_trainer.losses.linear_kl import CHUNK_ELEMENTS, TILE_ELEMENTS, linear_kl, linear_kl_and_choice
+from mrp_trainer.losses.kl_rows import TILE_ELEMENTS
+from mrp_trainer.losses.linear_kl import CHUNK_ELEMENTS, linear_kl, linear_kl_and_choice
 from mrp_trainer.memory import MemoryEstimate, advice, estimate_memory
 
 GIB = 2**30
 
 
 def peak_of(step) -> int:
-    """Most bytes that tensors made by `step` held at one time, from the profiler's memory events."""
+    """Return the most bytes that tensors made by `step` held at one time, from the profiler's memory events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     held = peak = 0
@@ -24,6 +27,7 @@ def peak_of(step) -> int:
     return peak
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")  # the name that all releases know
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("rows", "length", "steps"), [(4, 64, 1), (4, 64, 3), (8, 96, 2)])
 def test_estimate_is_within_a_third_of_what_a_step_takes(tiny_model, rows, length, steps, checkpointing):
@@ -55,15 +59,15 @@ def test_estimate_is_within_a_third_of_what_a_step_takes(tiny_model, rows, lengt
         lambda s, t, w, at: linear_kl(s, t, w).sum().backward(),
     ],
 )
-def test_estimate_covers_whatever_is_done_with_logits(tiny_model, monkeypatch, work, dtype):
-    """In float32, whatever the dtype of the weight: half as many rows then for a weight in bfloat16."""
+def test_estimate_covers_every_objective_and_the_head_metrics(tiny_model, monkeypatch, work, dtype):
+    """Work on logits runs in float32; for a weight in bfloat16 it takes half as many rows at a time."""
     vocabulary, chunk = 2000, 16
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", chunk * vocabulary)
     monkeypatch.setitem(TILE_ELEMENTS, "cpu", chunk * vocabulary // 3)
     model = tiny_model(vocab_size=vocabulary, hidden_size=32).to(dtype)
     s, t = torch.randn(64, 32, requires_grad=True), torch.randn(64, 32)
     rows = torch.arange(64)
-    # on CPUs with AMX oneDNN's bf16 products pack the weight into scratch memory, which is none of the loss's own
+    # on CPUs with AMX oneDNN's bf16 products pack the weight into scratch memory, which does not belong to the loss
     with torch.backends.mkldnn.flags(enabled=dtype != torch.bfloat16):
         peak = peak_of(lambda: work(s, t, model.lm_head.weight.detach(), rows))
     assert peak <= 1.05 * estimate_memory(model, 1, 64, 1).loss
@@ -73,7 +77,7 @@ def estimate(**sizes) -> MemoryEstimate:
     return MemoryEstimate(**{"weights": GIB, "optimizer": GIB, "activations": GIB, "loss": GIB} | sizes)
 
 
-def test_what_fits_needs_no_advice():
+def test_there_is_no_advice_if_the_step_fits():
     assert estimate().total == 4 * GIB
     assert advice(estimate(), 4 * GIB) is None
 
@@ -89,10 +93,10 @@ def test_what_fits_needs_no_advice():
 def test_advice_names_the_option_that_helps(sizes, change):
     text = advice(estimate(**sizes), 8 * GIB)
     assert change in text
-    assert "8.00 GiB are free" in text
+    assert "only 8.00 GiB are free" in text
 
 
-def test_estimate_names_all_its_parts():
+def test_text_of_an_estimate_names_all_its_parts():
     text = str(estimate(loss=GIB // 2))
     for part in dataclasses.fields(MemoryEstimate):
         assert part.name in text

@@ -1,3 +1,6 @@
+"""MRPTrainer on a tiny model: the loss, what is trained, checkpoints, and the figures that it logs."""
+
+import dataclasses
 import json
 
 import pytest
@@ -7,8 +10,9 @@ from safetensors.torch import load_file
 
 from modeling_mrp import MRPForDiffusionLM
 from mrp_trainer import MRPTrainer, MRPTrainingArguments
-from mrp_trainer.data.corruption import loss_normaliser, loss_weights, order_reveals, revealed_states
-from mrp_trainer.evaluation.head_metrics import HeadMetrics, measure_head
+from mrp_trainer.confident_reveal import reveal_most_confident
+from mrp_trainer.data.corruption import loss_normaliser, loss_weights, revealed_states
+from mrp_trainer.evaluation.head_metrics import HeadMetrics, by_depth, measure_head
 
 LENGTH = 24
 
@@ -28,7 +32,7 @@ def rows(count=32, length=LENGTH, prompt=5, seed=0):
 
 @pytest.fixture
 def loaded_model(tiny_model, tmp_path):
-    """A tiny model as users have it: loaded from a folder."""
+    """A function that saves a tiny model and loads it from the folder, as users do."""
 
     def load(**options):
         folder = tmp_path / f"model-{sorted(options.items())}"
@@ -88,7 +92,7 @@ def golden_batch(folder, mask_token_id):
     }
 
 
-def test_loss_and_its_gradient_are_the_golden_ones(golden_folder, make_trainer, monkeypatch):
+def test_loss_and_gradient_equal_the_golden_values(golden_folder, make_trainer, monkeypatch):
     model = MRPForDiffusionLM.from_backbone(golden_folder)
     trainer = make_trainer(model, unroll_steps=1)
     golden, batch = golden_batch(golden_folder, model.config.mask_token_id)
@@ -219,7 +223,7 @@ def test_batch_with_nothing_supervised_still_has_a_zero_gradient_for_every_head_
     assert [n for n, g in gradients.items() if g is None or g.any()] == []
 
 
-def test_noise_of_a_batch_changes_from_epoch_to_epoch(make_trainer):
+def test_noise_changes_from_epoch_to_epoch(make_trainer):
     trainer = make_trainer(train=rows(4), max_steps=3, train_sampling_strategy="sequential")
     seen = []
     compute = trainer.compute_loss
@@ -233,11 +237,11 @@ def test_noise_of_a_batch_changes_from_epoch_to_epoch(make_trainer):
     assert not torch.equal(seen[1], seen[2])
 
 
-def test_confident_reveals_what_the_backbone_is_surest_of(make_trainer):
-    trainer = make_trainer(reveal="confident", unroll_steps=1)
+def test_confident_reveal_shows_the_position_that_the_backbone_is_surest_of(make_trainer):
+    trainer = make_trainer(unroll_steps=1)
     batch = next(iter(trainer.get_train_dataloader()))
-    changed = trainer._reveal_confident(batch, trainer._lm_head())
     model, mask = trainer.model, trainer.model.config.mask_token_id
+    changed = reveal_most_confident(model, batch, model.lm_head.weight, steps=1)
     logits = model(batch["input_ids"], clean_ids=batch["clean_ids"], segment_ids=batch["segment_ids"]).logits
     logits[..., mask] = -torch.inf
     confidence = logits.softmax(-1).amax(-1)
@@ -247,6 +251,15 @@ def test_confident_reveals_what_the_backbone_is_surest_of(make_trainer):
             shown = [i for i in masked if changed["revealed_ids"][row, 0, i] != mask]
             assert shown == ([max(masked, key=lambda i: confidence[row, i])] if masked else [])
     assert torch.equal(changed["loss_weight"] > 0, changed["revealed_ids"] == mask)
+
+
+def test_reveal_confident_trains_on_the_most_confident_reveals(make_trainer):
+    random, confident = make_trainer(), make_trainer(reveal="confident")
+    batch = next(iter(random.get_train_dataloader()))
+    changed = reveal_most_confident(random.model, batch, random.model.lm_head.weight, steps=2)
+    assert not torch.equal(changed["revealed_ids"], batch["revealed_ids"])
+    loss = confident.compute_loss(confident.model, batch)
+    assert loss == random.compute_loss(random.model, changed) != random.compute_loss(random.model, batch)
 
 
 def test_head_that_is_the_backbone_itself_removes_all_kl(make_trainer):
@@ -264,22 +277,35 @@ def test_head_that_is_the_backbone_itself_removes_all_kl(make_trainer):
         batch["block_ids"],
         trainer.model.config.mask_token_id,
     )
-    summary = sums.summary()
-    for depth in (1, 2):
-        assert summary[f"kl_before_{depth}"] > 0
-        assert summary[f"kl_removed_{depth}"] == 1
-        assert summary[f"same_token_{depth}"] == summary[f"same_pick_{depth}"] == 1
-    assert summary["expected_tokens_per_forward"] == 3
+    figures = sums.summary()
+    assert len(figures.kl_before) == 2 and min(figures.kl_before) > 0
+    assert figures.kl_removed == figures.same_token == figures.same_pick == [1, 1]
+    assert figures.expected_tokens_per_forward == 3
+
+
+def metrics(**values):
+    """Sums over three depths; those that are not given are 1."""
+    names = [field.name for field in dataclasses.fields(HeadMetrics)]
+    return HeadMetrics(*(torch.tensor(values.get(name, [1, 1, 1])).double() for name in names))
 
 
 def test_expected_tokens_multiply_the_agreement_of_the_depths():
-    sums = HeadMetrics.zeros(3)
-    for name, values in {"rows": [8, 8, 8], "blocks": [4, 4, 4], "same_pick": [2, 3, 4], "weight": [1, 1, 1]}.items():
-        getattr(sums, name).copy_(torch.tensor(values))
-    assert sums.summary()["expected_tokens_per_forward"] == 1 + 0.5 + 0.5 * 0.75 + 0.5 * 0.75 * 1
+    figures = metrics(blocks=[4, 4, 4], same_pick=[2, 3, 4]).summary()
+    assert figures.expected_tokens_per_forward == 1 + 0.5 + 0.5 * 0.75 + 0.5 * 0.75 * 1
 
 
-def test_zero_steps_write_the_warm_start_back(make_trainer, tmp_path):
+def test_figures_end_before_the_first_depth_without_rows_and_are_logged_by_depth():
+    figures = metrics(rows=[8, 8, 0], kl_uncorrected=[2, 4, 0], kl_corrected=[1, 1, 0], same_token=[4, 2, 0]).summary()
+    assert (figures.kl_before, figures.kl_after, figures.kl_removed) == ([2, 4], [1, 1], [0.5, 0.75])
+    entries = figures.log_entries()
+    assert entries["kl_before_2"] == 4 and entries["kl_removed_1"] == 0.5 and entries["same_token_2"] == 0.25
+    assert by_depth(entries, "kl_before") == figures.kl_before
+    assert len(entries) == 2 * 5 + 1
+    nothing = metrics(rows=[0, 0, 0]).summary()
+    assert nothing.kl_before == [] and nothing.log_entries() == {}
+
+
+def test_head_that_is_saved_before_training_is_the_one_that_was_loaded(make_trainer, tmp_path):
     trainer = make_trainer()
     head = head_of(trainer.model)
     trainer.save_model(str(tmp_path / "head"))
@@ -297,10 +323,10 @@ def test_half_precision_backbone_trains_a_float32_head(make_trainer, tiny_model,
     assert {t.dtype for t in before.values()} == {torch.bfloat16}
 
 
-def test_gradient_checkpointing_changes_no_gradient_and_spares_the_backbone(make_trainer, monkeypatch):
+def test_activation_checkpointing_recomputes_the_head_alone_and_changes_no_gradient(make_trainer, monkeypatch):
     gradients, recomputed = [], 0
     for checkpointing in (False, True):
-        trainer = make_trainer(gradient_checkpointing=checkpointing, max_steps=1, learning_rate=0.0)
+        trainer = make_trainer(activation_checkpointing=checkpointing, max_steps=1, learning_rate=0.0)
         layer_calls = []
         for layer in (*trainer.model.model.layers, *trainer.model.mrp_head.layers):
             layer.mlp.register_forward_pre_hook(lambda module, *_, calls=layer_calls: calls.append(module))
@@ -325,18 +351,13 @@ def test_model_without_a_head_is_refused(make_trainer, tiny_model):
         make_trainer(tiny_model(num_mrp_layers=0))
 
 
-def test_thawed_backbone_is_refused(make_trainer, tiny_model):
+def test_backbone_that_requires_gradients_is_refused(make_trainer, tiny_model):
     with pytest.raises(ValueError, match="freeze_backbone"):
         make_trainer(tiny_model().freeze_backbone(False))
 
 
-def test_order_reveals_is_not_changed_by_equal_scores():
-    reveal_step, block = torch.tensor([1, 2, 0, 2, 1, 0]), torch.tensor([0, 0, 0, 1, 1, 1])
-    assert order_reveals(reveal_step, block, torch.zeros(6)).tolist() == [1, 2, 0, 1, 2, 0]
-
-
 @pytest.mark.parametrize("options", [{"divergence": "total_variation"}, {"choice_weight": 1.0}])
-def test_other_objectives_lower_what_they_name(make_trainer, options):
+def test_training_on_other_objectives_lowers_their_loss(make_trainer, options):
     data = rows(16)
     trainer = make_trainer(train=data, evaluate=Dataset.from_list(data), max_steps=60, learning_rate=3e-3, **options)
     first = trainer.evaluate()

@@ -1,4 +1,4 @@
-"""Two optimizers that look like one."""
+"""Muon and AdamW behind the interface of one optimizer."""
 
 import copy
 
@@ -24,7 +24,7 @@ def train(module, optimizer, steps, schedule=None):
             schedule.step()
 
 
-def test_steps_equal_those_of_the_two_optimizers_apart():
+def test_steps_equal_those_of_two_separate_optimizers():
     ours, theirs = small(), small()
     train(ours, MuonWithAdamW(ours, 0.02, 1e-3), 4)
     muon = torch.optim.Muon([theirs[0].weight], lr=0.02, weight_decay=0.0)

@@ -1,4 +1,4 @@
-"""Objectives beside the KL: against float64 autograd, and what they are the least of."""
+"""Objectives other than the KL, against their definitions and float64 autograd."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_total_variation_equals_plain_autograd(tensors, monkeypatch, chunk):
     torch.testing.assert_close(gradient_of(ours, student, row_weight), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_total_variation_of_equal_rows_is_zero_without_a_gradient(tensors):
+def test_total_variation_of_equal_rows_and_its_gradient_are_zero(tensors):
     student, _, weight = tensors
     value = linear_total_variation(student, student.detach(), weight)
     assert not value.any() and not gradient_of(value, student, 1.0).any()
@@ -50,7 +50,7 @@ def test_no_rows_give_no_values():
 def test_the_chosen_position_is_the_surest_of_each_block():
     block = torch.tensor([7, 7, 7, 2, 2, 2, 2, 9, 9])
     score = torch.log(torch.tensor([0.1, 0.5, 0.4, 0.9, 0.8, 0.7, 0.9, 0.2, 0.3]))
-    assert chosen_positions(block, score).nonzero()[:, 0].tolist() == [1, 3, 8]  # of equals the first
+    assert chosen_positions(block, score).nonzero()[:, 0].tolist() == [1, 3, 8]  # the first of equals
 
 
 def test_chosen_position_loss_is_cross_entropy_over_log_odds():

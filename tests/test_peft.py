@@ -30,7 +30,7 @@ def base(tiny_model, tmp_path):
 
 @pytest.fixture
 def with_copies(base):
-    """A function that wraps the backbone with a head of copies of its last layers."""
+    """A function that loads the backbone with a head whose layers are copies of its last ones."""
 
     def load(source=base, layers=1, **options) -> MRPForDiffusionLM:
         return MRPForDiffusionLM.from_backbone(source, layers, head_init="backbone_layers", **options).eval()
@@ -66,7 +66,7 @@ def make_trainer(tmp_path):
 
 @pytest.fixture
 def backbone_adapter(base, tmp_path):
-    """A LoRA fine-tune of the backbone that is far from it: its folder, and the model as peft runs it."""
+    """Folder of a LoRA fine-tune that changes the backbone strongly, and the fine-tuned model as peft runs it."""
     torch.manual_seed(3)
     options = {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 2, "init_lora_weights": False}
     tuned = get_peft_model(MRPForDiffusionLM.from_backbone(base, 0), LoraConfig(**options))
@@ -84,7 +84,7 @@ def assert_same(left, right):
 
 
 def corrected(model):
-    """Corrected hidden states of one fixed step, [1, 1, 8, H]."""
+    """Return the corrected hidden states of one fixed step, [1, 1, 8, H]."""
     ids = torch.tensor([[5, 6, 7, 8, 3, 3, 3, 3]])
     revealed = torch.tensor([[[5, 6, 7, 8, 3, 40, 3, 3]]])
     with torch.no_grad():
@@ -98,7 +98,7 @@ def assert_lossless(model):
     return alone
 
 
-def test_adapter_is_trained_saved_loaded_by_peft_merged_and_decodes(with_copies, make_trainer, tmp_path):
+def test_adapter_trains_saves_loads_merges_and_decodes(with_copies, make_trainer, tmp_path):
     model = with_copies()
     before = tensors(model)
     trained = lora_head(model, 2, dropout=0.1)
@@ -124,7 +124,7 @@ def test_adapter_is_trained_saved_loaded_by_peft_merged_and_decodes(with_copies,
     assert torch.equal(corrected(again), corrected(merged))
 
 
-def test_what_trains_is_lora_over_the_layers_and_all_else_of_the_head_in_full(with_copies, make_trainer, tmp_path):
+def test_lora_is_trained_over_the_layers_and_the_rest_of_the_head_in_full(with_copies, make_trainer, tmp_path):
     layer = {"self_attn": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}
     low_rank = {f"layers.{i}.{part}.{name}" for i in (0, 1) for part, names in layer.items() for name in names}
     norms = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
@@ -142,7 +142,7 @@ def test_what_trains_is_lora_over_the_layers_and_all_else_of_the_head_in_full(wi
 
 def test_new_adapter_changes_nothing(with_copies):
     plain = with_copies()
-    torch.nn.init.ones_(plain.mrp_head.norm.weight)  # else the head answers zero
+    torch.nn.init.ones_(plain.mrp_head.norm.weight)  # otherwise the head's output is zero
     expected = corrected(plain)
     assert torch.equal(corrected(lora_head(plain, 3).eval()), expected)
 
@@ -181,12 +181,12 @@ def test_adapter_on_another_backbone_or_other_layers_is_refused(with_copies, tin
     with pytest.raises(ValueError, match="over other layers"):
         load_head(moved, tmp_path / "head")
     save_head(with_copies(), tmp_path / "full")
-    with pytest.raises(ValueError, match="no LoRA adapter"):
+    with pytest.raises(ValueError, match="is not a LoRA adapter"):
         load_head(lora_head(with_copies(), 2), tmp_path / "full")
 
 
 @pytest.mark.parametrize(("rank", "alpha", "option"), [(3, 4.0, "lora_rank"), (2, 8.0, "lora_alpha")])
-def test_adapter_of_another_rank_or_scale_is_not_trained_on(with_copies, tmp_path, rank, alpha, option):
+def test_resuming_an_adapter_with_another_rank_or_scale_is_refused(with_copies, tmp_path, rank, alpha, option):
     save_head(lora_head(with_copies(), 2, alpha=4.0), tmp_path / "head")
     with pytest.raises(ValueError, match=f"was trained with {option}=.*set {option} to"):
         load_head(lora_head(with_copies(), rank, alpha=alpha), tmp_path / "head")
@@ -212,12 +212,12 @@ def test_option_out_of_range_is_named(with_copies, options, named):
         lora_head(with_copies(), **options)
 
 
-def test_head_that_an_adapter_could_not_bring_back_is_refused(base, tiny_model):
-    with pytest.raises(ValueError, match="head_init must be 'backbone_layers'"):
+def test_head_that_could_not_be_rebuilt_under_its_adapter_is_refused(base, tiny_model):
+    with pytest.raises(ValueError, match="LoRA requires head_init='backbone_layers'"):
         lora_head(MRPForDiffusionLM.from_backbone(base, 1), 2)
     with pytest.raises(ValueError, match="no head to adapt"):
         lora_head(MRPForDiffusionLM.from_backbone(base, 0), 2)
-    assert isinstance(lora_head(tiny_model(), 2), PeftModel)  # a head that was trained before
+    assert isinstance(lora_head(tiny_model(), 2), PeftModel)  # a trained head is accepted
 
 
 @pytest.mark.parametrize("merge", [True, False])
@@ -238,7 +238,7 @@ def test_fine_tuned_backbone_is_the_frozen_base(base, with_copies, backbone_adap
     assert_lossless(model.eval())
 
     save_head(model, tmp_path / "head")
-    for other in (True, False):  # a head belongs to the fine-tune, merged or live
+    for other in (True, False):  # the head belongs to the fine-tune, whether it is merged or live
         again = load_head(apply_backbone_adapter(with_copies(), adapter, merge=other), tmp_path / "head")
         torch.testing.assert_close(corrected(again), corrected(model), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="belongs to"):
@@ -247,7 +247,9 @@ def test_fine_tuned_backbone_is_the_frozen_base(base, with_copies, backbone_adap
 
 def test_merged_fine_tune_takes_lora_over_copies_of_its_own_layers(with_copies, backbone_adapter, make_trainer):
     model = apply_backbone_adapter(with_copies(), backbone_adapter[0])
-    with pytest.raises(ValueError, match="backbone_layers"):  # the copies are those of the backbone before
+    with pytest.raises(
+        ValueError, match="backbone_layers"
+    ):  # the copies are those of the backbone before the fine-tune
         lora_head(model, 2)
     model.copy_backbone_layers_to_head()
     trained = lora_head(model, 2)
@@ -262,26 +264,29 @@ def test_hash_of_a_live_adapter_is_that_of_the_merged_backbone(with_copies, back
 
 
 def test_adapter_that_does_not_fit_is_refused(with_copies, backbone_adapter, base, tmp_path):
-    with pytest.raises(ValueError, match="live adapter already"):
+    with pytest.raises(ValueError, match="already has a live adapter"):
         lora_head(apply_backbone_adapter(with_copies(), backbone_adapter[0], merge=False), 2)
     for name, options in {"lm_head": {"target_modules": ["lm_head"]}, "norm": {"modules_to_save": ["norm"]}}.items():
         config = LoraConfig(**{"target_modules": ["q_proj"]} | options)
         get_peft_model(MRPForDiffusionLM.from_backbone(base, 0), config).save_pretrained(tmp_path / name)
         with pytest.raises(ValueError, match="merge=True"):
             apply_backbone_adapter(with_copies(), tmp_path / name, merge=False)
-        apply_backbone_adapter(with_copies(), tmp_path / name)
+        merged = apply_backbone_adapter(with_copies(), tmp_path / name)
+        assert not any("lora_" in parameter for parameter, _ in merged.named_parameters())
     path = backbone_adapter[0] / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": ["q_proj", "o_proj"]}))
     with pytest.raises(ValueError, match="does not fit this backbone"):
         apply_backbone_adapter(with_copies(), backbone_adapter[0])
 
 
-def test_adapter_loaded_for_inference_is_not_trained_in_silence(with_copies, make_trainer, tmp_path):
+def test_training_an_adapter_that_was_loaded_for_inference_is_refused(with_copies, make_trainer, tmp_path):
     save_head(lora_head(with_copies(), 2), tmp_path / "head")
     loaded = PeftModel.from_pretrained(with_copies(), tmp_path / "head")
     with pytest.raises(ValueError, match="is_trainable=True"):
         make_trainer(loaded)
-    make_trainer(PeftModel.from_pretrained(with_copies(), tmp_path / "head", is_trainable=True))
+    trainer = make_trainer(PeftModel.from_pretrained(with_copies(), tmp_path / "head", is_trainable=True))
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert trained and all("mrp_head." in name for name in trained)
 
 
 def test_config_trains_lora_on_a_fine_tuned_backbone(with_copies, base, backbone_adapter, word_tokenizer, tmp_path):

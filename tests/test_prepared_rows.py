@@ -1,4 +1,4 @@
-"""Data sets that hold prepared rows already, such as those of `mrp trajectories`."""
+"""Data sets whose rows are already prepared, such as those of `mrp trajectories`."""
 
 import logging
 from itertools import islice
@@ -30,7 +30,7 @@ def prepare(rows, **options):
     return prepare_dataset(rows, None, **{"sequence_length": 8} | options)
 
 
-def test_rows_that_fit_come_back_as_they_are():
+def test_rows_that_fit_are_returned_unchanged():
     rows = rows_of(8, 3)
     assert prepare(rows) is rows and prepare(rows, long_samples="drop") is rows
 
@@ -67,11 +67,11 @@ def test_rows_without_anything_to_supervise_are_refused():
     rows = rows_of(8, 3, supervised=0)
     with pytest.raises(ValueError, match="no sample has anything to supervise"):
         prepare(rows)
-    stream = prepare(rows.to_iterable_dataset())  # nobody has looked yet
-    with pytest.raises(ValueError, match="a stream without anything to supervise"):
+    stream = prepare(rows.to_iterable_dataset())  # a stream is not read yet
+    with pytest.raises(ValueError, match="a stream with nothing to supervise"):
         list(islice(EndlessStream(stream), 3))
 
 
-def test_evaluations_decode_no_prompt_of_a_sample_that_has_none_or_no_answer():
+def test_samples_without_a_prompt_or_an_answer_are_not_decoded():
     row = {"input_ids": [5, 6, 7, 8, 9, 10, 11], "answer_mask": [0, 0, 0, 1, 0, 0, 1], "lengths": [3, 1, 3]}
     assert prompts_of([row], 1, 4) == [[9, 10]]

@@ -1,4 +1,4 @@
-"""Runs that are killed, finished, changed or interrupted, and what they go on from."""
+"""Runs that were killed, finished, changed or interrupted, and what they resume from."""
 
 import signal
 import subprocess
@@ -18,7 +18,7 @@ def checkpoints(folder):
 
 
 @pytest.mark.parametrize("options", [{}, {"streaming": True}, {"packing": True, "num_train_epochs": 0.5}])
-def test_finished_run_that_is_started_again_takes_no_further_step(project, tmp_path, options):
+def test_resuming_a_finished_run_takes_no_further_step(project, tmp_path, options):
     """25 rows in steps of 4: the run ends within a pass over the data."""
     options = {"max_steps": -1 if "num_train_epochs" in options else 3, "save_steps": 1} | options
     main([project(**options)])
@@ -29,7 +29,7 @@ def test_finished_run_that_is_started_again_takes_no_further_step(project, tmp_p
     assert checkpoints(tmp_path / "run") == known
 
 
-def test_zero_steps_write_the_warm_start_byte_for_byte(project, tmp_path):
+def test_zero_steps_write_the_initial_head_byte_for_byte(project, tmp_path):
     main([project(max_steps=1)])
     main([project("again", head=str(tmp_path / "run"), max_steps=0)])
     written = [(tmp_path / name / "mrp_head.safetensors").read_bytes() for name in ("run", "again")]
@@ -40,7 +40,7 @@ FILES = ["mrp_head.safetensors", "mrp_head_config.json", "mrp_run.json", "optimi
 
 
 @pytest.mark.parametrize("lost", [*FILES, "rng_state.pth", "trainer_state.json"])
-def test_checkpoint_that_lacks_a_file_is_passed_over_or_refused_by_name(project, tmp_path, lost, caplog):
+def test_checkpoint_that_lacks_a_file_is_skipped_or_refused_by_name(project, tmp_path, lost, caplog):
     main([project(max_steps=4)])
     folder = tmp_path / "run"
     (folder / "checkpoint-4" / lost).unlink()
@@ -50,7 +50,7 @@ def test_checkpoint_that_lacks_a_file_is_passed_over_or_refused_by_name(project,
         main([project(max_steps=4, resume_from_checkpoint=str(folder / "checkpoint-4"))])
 
 
-def test_checkpoint_whose_last_file_was_cut_short_is_passed_over(project, tmp_path):
+def test_checkpoint_whose_last_file_was_cut_short_is_skipped(project, tmp_path):
     main([project(max_steps=4)])
     state = tmp_path / "run" / "checkpoint-4" / "trainer_state.json"
     state.write_text(state.read_text()[:100])
@@ -61,9 +61,7 @@ def test_checkpoint_whose_last_file_was_cut_short_is_passed_over(project, tmp_pa
     assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-4")
 
 
-def test_kill_while_a_checkpoint_is_written_over_an_older_one_leaves_none_that_looks_whole(
-    project, tmp_path, monkeypatch
-):
+def test_checkpoint_half_written_over_an_older_one_counts_as_incomplete(project, tmp_path, monkeypatch):
     main([project(max_steps=2)])
 
     def killed(*arguments, **options):
@@ -85,7 +83,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES, ids=lambda value: next(iter(value), None))
-def test_changed_run_is_not_resumed(project, tmp_path, monkeypatch, change, message):
+def test_run_with_other_settings_is_not_resumed(project, tmp_path, monkeypatch, change, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fewer.jsonl").write_text("".join((tmp_path / "data.jsonl").read_text().splitlines(True)[:5]))
     main([project(max_steps=2)])
@@ -93,8 +91,8 @@ def test_changed_run_is_not_resumed(project, tmp_path, monkeypatch, change, mess
         main([project(max_steps=4, resume_from_checkpoint="auto", **change)])
 
 
-def test_run_goes_on_with_the_rows_of_a_step_cut_another_way(project, tmp_path):
-    """Other processes times accumulation: the same rows, so the same head but for the order of sums."""
+def test_run_resumes_with_its_step_cut_into_smaller_batches(project, tmp_path):
+    """The same rows per step give the same head, up to the order of sums."""
     main([project("whole", max_steps=4, optim="sgd")])
     resume = str(tmp_path / "whole" / "checkpoint-2")
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
@@ -104,13 +102,13 @@ def test_run_goes_on_with_the_rows_of_a_step_cut_another_way(project, tmp_path):
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6)
 
 
-def test_head_of_other_blocks_is_refused(project, tmp_path):
+def test_head_trained_with_another_block_size_is_refused(project, tmp_path):
     main([project(max_steps=1)])
     with pytest.raises(ValueError, match="was trained with block_size=4 and the model has 2"):
         main([project("again", head=str(tmp_path / "run"), block_size=2)])
 
 
-def test_memory_and_rows_are_shown_before_the_first_step(project, capsys):
+def test_memory_and_rows_are_logged(project, capsys):
     main([project(max_steps=1)])
     shown = capsys.readouterr().err
     assert "memory: about" in shown
@@ -148,7 +146,7 @@ def test_signal_to_one_of_two_processes_stops_both_with_one_checkpoint(project, 
 @pytest.mark.slow
 @pytest.mark.parametrize("drop", [False, True])
 def test_two_processes_equal_one_where_the_last_batch_is_not_full(project, tmp_path, drop):
-    """17 rows for training and 5 for evaluation in batches of 4: both passes end with rows that only fill, or none."""
+    """17 training rows and 5 evaluation rows in batches of 4: the last batch is filled up or dropped."""
     lines = (tmp_path / "data.jsonl").read_text().splitlines(True)
     (tmp_path / "train.jsonl").write_text("".join(lines[:17]))
     (tmp_path / "held-out.jsonl").write_text("".join(lines[17:22]))

@@ -1,4 +1,4 @@
-"""Whole tensors of what FSDP2 shards, and back; on several processes: test_accelerate_configs.py."""
+"""Gathering and sharding tensors, in one process; test_accelerate_configs.py does it in several."""
 
 import copy
 
@@ -20,7 +20,7 @@ def shard(tmp_path):
     dist.destroy_process_group()
 
 
-def test_state_comes_back_whole_on_ranks_that_keep_it(shard):
+def test_state_is_whole_on_ranks_that_keep_it(shard):
     tensor = torch.arange(6.0).reshape(3, 2)
     state = {"state": {0: {"moment": shard(tensor), "step": torch.tensor(3.0)}}, "groups": [{"lr": 0.1}]}
     whole = whole_state(state)
@@ -41,7 +41,7 @@ def test_tensor_is_sharded_as_its_target_and_gathered_again(shard):
 
 
 def test_optimizer_of_sharded_parameters_takes_a_whole_state(shard):
-    """Its next step is that of the optimizer that the state comes from."""
+    """After loading, it takes the same step as the optimizer that the state comes from."""
     plain = torch.nn.Parameter(torch.arange(6.0).reshape(3, 2))
     sharded = torch.nn.Parameter(shard(plain.detach().clone()))
     ours, theirs = (torch.optim.AdamW([parameter], lr=0.1) for parameter in (sharded, plain))

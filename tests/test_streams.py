@@ -1,4 +1,4 @@
-"""Streams that do not end."""
+"""Streams without an end, and the noise of their rows."""
 
 from itertools import islice
 
@@ -23,7 +23,7 @@ def stream(count):
     )
 
 
-def test_every_pass_holds_every_row_once_in_another_order_and_says_which_it_is():
+def test_every_pass_has_every_row_once_in_another_order_and_its_number():
     rows = list(islice(EndlessStream(stream(6).shuffle(seed=0, buffer_size=6)), 18))
     assert [row["epoch"] for row in rows] == [0] * 6 + [1] * 6 + [2] * 6
     ids = [row["sample_ids"][0] >> 20 for row in rows]
@@ -32,13 +32,13 @@ def test_every_pass_holds_every_row_once_in_another_order_and_says_which_it_is()
     assert len({tuple(one) for one in passes}) == 3
 
 
-def test_iterating_again_begins_again():
+def test_second_iteration_yields_the_same_rows():
     endless = EndlessStream(stream(6).shuffle(seed=0, buffer_size=6))
     first = list(islice(endless, 15))
     assert list(islice(endless, 15)) == first
 
 
-def test_noise_of_a_row_follows_its_epoch_as_it_follows_the_collator_s():
+def test_epoch_of_a_row_changes_its_noise_like_the_epoch_of_the_collator():
     row = next(iter(stream(1)))
     options = {"block_size": 4, "mask_token_id": 3, "steps": 2}
     of_row, of_collator = MRPCollator(**options), MRPCollator(**options)
@@ -50,12 +50,12 @@ def test_noise_of_a_row_follows_its_epoch_as_it_follows_the_collator_s():
     assert any(not torch.equal(masks[0], mask) for mask in masks)
 
 
-def test_stream_without_a_row_is_refused():
-    with pytest.raises(ValueError, match="without a row"):
+def test_stream_without_rows_is_refused():
+    with pytest.raises(ValueError, match="without rows"):
         next(iter(EndlessStream(stream(0))))
 
 
-def test_worker_without_a_shard_leaves_the_rows_to_the_others():
+def test_worker_without_a_shard_yields_nothing():
     loader = torch.utils.data.DataLoader(EndlessStream(stream(3)), batch_size=None, num_workers=2)
     rows = list(islice(loader, 7))
     assert [row["epoch"] for row in rows] == [0, 0, 0, 1, 1, 1, 2]
@@ -63,7 +63,7 @@ def test_worker_without_a_shard_leaves_the_rows_to_the_others():
 
 
 def test_sample_ids_of_a_stream_do_not_depend_on_which_worker_reads_it(word_tokenizer):
-    """Every worker counts the rows of its shards from 0: numbered so, rows of different workers shared their noise."""
+    """Every worker counts its rows from 0: with that as the id, rows of different workers shared their noise."""
     texts = [{"text": f"{a} plus {b}"} for a in ("one", "two", "three") for b in ("four", "five")]
     data = Dataset.from_list(texts).to_iterable_dataset(num_shards=2)
     rows = prepare_dataset(data, word_tokenizer, sequence_length=8, packing=False)
@@ -72,7 +72,7 @@ def test_sample_ids_of_a_stream_do_not_depend_on_which_worker_reads_it(word_toke
     assert alone == shared and len(alone) == len(set(alone.values())) == len(texts)
 
 
-def test_sample_id_of_a_stream_is_a_hash_of_its_tokens_that_never_changes(word_tokenizer):
+def test_sample_id_of_a_stream_is_a_fixed_hash_of_its_tokens(word_tokenizer):
     data = Dataset.from_list([{"text": "one plus two"}, {"text": "one two three four"}]).to_iterable_dataset()
     rows = list(prepare_dataset(data, word_tokenizer, sequence_length=4, packing=False))
     assert [len(row["input_ids"]) for row in rows] == [4, 4, 1]

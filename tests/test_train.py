@@ -1,9 +1,11 @@
-"""`mrp train` end to end, in processes of its own where a user would have them."""
+"""`mrp train` from end to end, in separate processes where a user would start them."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ def test_config_gives_a_head_that_loads_onto_its_backbone(project, tmp_path):
     assert same(dict(trainer.model.mrp_head.state_dict()), head(tmp_path / "run"))
 
 
-def test_zero_learning_rate_writes_the_warm_start_byte_for_byte(project, tmp_path):
+def test_zero_learning_rate_writes_the_initial_head_byte_for_byte(project, tmp_path):
     main([project(max_steps=1)])
     main([project("again", head=str(tmp_path / "run"), learning_rate=0.0, max_steps=1)])
     written = [(tmp_path / name / "mrp_head.safetensors").read_bytes() for name in ("run", "again")]
@@ -44,16 +46,16 @@ def test_stream_trains_and_needs_max_steps(project, tmp_path):
         main([project(streaming=True, max_steps=-1)])
 
 
-def test_what_is_missing_is_named(project):
+def test_missing_option_or_folder_is_named(project):
     with pytest.raises(ValueError, match="base_model is required"):
         main([])
     with pytest.raises(ValueError, match="train_data is required"):
         main(["--base_model", "somewhere"])
-    with pytest.raises(ValueError, match="no folder"):
+    with pytest.raises(ValueError, match="there is no folder nowhere"):
         checkpoint_to_resume(MRPTrainingArguments(resume_from_checkpoint="nowhere"))
 
 
-def test_auto_resumes_where_there_is_something_and_starts_afresh_otherwise(project, tmp_path):
+def test_auto_resumes_the_last_checkpoint_or_starts_from_the_beginning(project, tmp_path):
     arguments = parse_arguments([project(resume_from_checkpoint="auto")])[2]
     assert checkpoint_to_resume(arguments) is None
     main([project(resume_from_checkpoint="auto")])
@@ -62,7 +64,7 @@ def test_auto_resumes_where_there_is_something_and_starts_afresh_otherwise(proje
 
 @pytest.mark.parametrize("stop", [4, 9])
 def test_stream_shorter_than_the_run_resumes_bit_exactly(project, tmp_path, stop):
-    """25 samples are six and a quarter steps: the stops lie in the first and in the second pass."""
+    """25 samples make six and a quarter steps, so the stops lie in the first and in the second pass."""
     options = {"streaming": True, "shuffle_buffer": 8, "max_steps": 15, "save_steps": 1}
     main([project("whole", **options)])
     resume = str(tmp_path / "whole" / f"checkpoint-{stop}")
@@ -73,7 +75,7 @@ def test_stream_shorter_than_the_run_resumes_bit_exactly(project, tmp_path, stop
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
-def test_killed_run_goes_on_bit_exactly_in_a_fresh_process(project, tmp_path, streaming):
+def test_killed_run_resumes_bit_exactly_in_a_new_process(project, tmp_path, streaming):
     run(*TRAIN, project("whole", max_steps=60, save_steps=5, streaming=streaming))
     config = project("killed", max_steps=60, save_steps=5, streaming=streaming)
     process = subprocess.Popen([*TRAIN, config], env=ENVIRONMENT)
@@ -109,7 +111,7 @@ def test_interrupt_saves_and_stops_after_the_step(project, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_two_processes_equal_one_with_twice_the_batch(project, tmp_path, accumulation):
-    """Every other sample has one answer token, which the first reveal shows: some ranks have nothing to supervise."""
+    """Every other sample has one answer token, which the first reveal shows: some ranks supervise nothing."""
     write_data(
         tmp_path / "uneven.jsonl",
         [{"prompt": "what is", "completion": " ".join(WORDS * 3) if i % 2 else "one"} for i in range(16)],
@@ -135,8 +137,8 @@ def test_two_processes_equal_one_with_twice_the_batch(project, tmp_path, accumul
     assert max(losses(tmp_path / "one").values()) > 0
 
 
-def test_processes_part_before_they_end(project):
-    """Else gloo may abort one after all is done and saved: its threads outlive the interpreter."""
+def test_processes_leave_the_group_and_end_its_threads(project):
+    """Otherwise gloo may abort a process after everything is saved: its threads outlive the interpreter."""
     code = (
         "import sys, torch.distributed as dist; from pathlib import Path; from mrp_trainer.train import main\n"
         "main(sys.argv[1:]); assert not dist.is_initialized()\n"
@@ -148,16 +150,73 @@ def test_processes_part_before_they_end(project):
 
 
 @pytest.mark.parametrize(
-    "recipe", sorted({*RECIPES.glob("*.yaml")} - {*RECIPES.glob("accelerate-*")}), ids=lambda path: path.stem
+    ("recipe", "expected"),
+    [
+        ("sdar.yaml", {"base_model": "JetLM/SDAR-4B-Chat", "output_dir": "heads/sdar-4b", "checkpointing": True}),
+        (
+            "tiny.yaml",
+            {"base_model": RECIPES / "../sdar-tiny-mrp", "output_dir": "heads/tiny", "checkpointing": False},
+        ),
+    ],
 )
-def test_recipe_is_valid(recipe):
-    model_args, _, args = parse_arguments([str(recipe), "--bf16", "false"])
-    assert model_args.base_model
-    assert args.output_dir == f"heads/{recipe.stem}"
+def test_recipe_parses_without_a_deprecated_option(recipe, expected):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        warnings.simplefilter("error", DeprecationWarning)
+        model_args, _, args = parse_arguments([str(RECIPES / recipe), "--bf16", "false"])
+    assert model_args.base_model == str(expected["base_model"])
+    assert args.output_dir == expected["output_dir"]
+    assert args.activation_checkpointing == args.gradient_checkpointing == expected["checkpointing"]
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_both_names_of_activation_checkpointing_set_both_without_a_warning(name):
+    options = [f"--{name}", "true", f"--{name}_kwargs", '{"preserve_rng_state": false}']
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        _, _, args = parse_arguments(options)
+    assert args.activation_checkpointing is args.gradient_checkpointing is True
+    expected = {"preserve_rng_state": False, "use_reentrant": False}
+    assert args.activation_checkpointing_kwargs == args.gradient_checkpointing_kwargs == expected
+
+
+def test_every_recipe_is_tested():
+    files = {path.name for path in RECIPES.iterdir()}
+    assert files == {"sdar.yaml", "tiny.yaml", "accelerate-ddp.yaml", "accelerate-fsdp2.yaml"}
+
+
+def test_commands_in_the_recipe_set_the_sizes():
+    """The commands in the comments parse, and every size keeps 16 rows per step."""
+    text = (RECIPES / "sdar.yaml").read_text().replace(" \\\n#", "")
+    commands = [line.split()[3:] for line in text.splitlines() if line.startswith("#   mrp train ")]
+    parsed = [parse_arguments([str(RECIPES / "sdar.yaml"), *words[1:], "--bf16", "false"]) for words in commands]
+    sizes = [model_args.base_model for model_args, _, _ in parsed]
+    assert sizes == [f"JetLM/SDAR-{size}-Chat" for size in ("1.7B", "4B", "8B")]
+    for _, _, args in parsed:
+        assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 16
+    assert len({args.output_dir for _, _, args in parsed}) == 3
+
+
+def test_paths_in_a_config_are_relative_to_its_folder(project, tmp_path, monkeypatch):
+    path = project(base_model="base", train_data="data.jsonl", max_steps=1, output_dir="run")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model_args, data_args, _ = parse_arguments([path])
+    assert (model_args.base_model, data_args.train_data) == (str(tmp_path / "base"), str(tmp_path / "data.jsonl"))
+    assert main([os.path.relpath(path)]) == 0
+    assert head(tmp_path / "elsewhere" / "run")
+
+
+def test_path_that_is_not_beside_the_config_is_left_as_it_is(project, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "here.jsonl").write_text("{}")
+    model_args, data_args, _ = parse_arguments([project(base_model="org/name", train_data="here.jsonl")])
+    assert (model_args.base_model, data_args.train_data) == ("org/name", "here.jsonl")
 
 
 def test_tiny_recipe_trains(project, tmp_path):
-    """What the recipe says, on another tiny backbone and for fewer steps."""
+    """Trains with the recipe's options on another tiny backbone and for fewer steps."""
     project()
     overrides = {
         "base_model": tmp_path / "base",

@@ -1,4 +1,4 @@
-"""Training runs in processes of their own, and what they leave in their folders."""
+"""Starting training runs in new processes, and reading what they write."""
 
 import json
 import os

@@ -123,6 +123,16 @@ class MRPTrainingArguments(TrainingArguments):
         None, "Rows per device in an evaluation; default: per_device_train_batch_size."
     )
     remove_unused_columns: bool = field(default=False, metadata={"help": SUPPRESS})  # the collator needs its columns
+    # Recent releases of transformers call gradient checkpointing so. Declared here, older releases know the name too.
+    activation_checkpointing: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Recompute the head's activations in the backward pass: less memory, slower steps.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
+    activation_checkpointing_kwargs: dict | str | None = option(None, "Options of activation_checkpointing.")
 
     muon_learning_rate: float | None = option(
         None, "Train the head's matrices by Muon at this peak rate, the rest by AdamW; default: AdamW for all."
@@ -157,13 +167,7 @@ class MRPTrainingArguments(TrainingArguments):
         _at_least("decode_prompts", self.decode_prompts, 0)
         _at_least("decode_new_tokens", self.decode_new_tokens, 1)
         _one_of("reveal", self.reveal, REVEALS)
-        if self.gradient_checkpointing_kwargs and self.gradient_checkpointing_kwargs.setdefault(
-            "use_reentrant", False
-        ):
-            raise ValueError(
-                "gradient_checkpointing_kwargs: use_reentrant must be false: the other kind loses gradients where the "
-                "steps of a chain share the clean stream"
-            )
+        self._check_checkpointing()
         if not self.reveal_counts:
             raise ValueError("reveal_counts must hold at least one number")
         for count in self.reveal_counts:
@@ -195,10 +199,28 @@ class MRPTrainingArguments(TrainingArguments):
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         if self.per_device_eval_batch_size is None:
             self.per_device_eval_batch_size = self.per_device_train_batch_size
-        if self.gradient_checkpointing and self.gradient_checkpointing_kwargs is None:
-            self.gradient_checkpointing_kwargs = {"use_reentrant": False}
+        # `gradient_checkpointing` is the older name of the same option. Give both names one value before transformers
+        # looks at them: current releases warn when only the older name is set, and older ones read no other.
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = bool(self.gradient_checkpointing)
+        if self.activation_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        if self.activation_checkpointing and self.activation_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = {"use_reentrant": False}
+        self.gradient_checkpointing = self.activation_checkpointing
+        self.gradient_checkpointing_kwargs = self.activation_checkpointing_kwargs
         if isinstance(self.reveal_counts, int):
             self.reveal_counts = [self.reveal_counts]
+
+    def _check_checkpointing(self):
+        # transformers parses JSON given on the command line; releases without the newer name parse the older one only.
+        self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        options = self.activation_checkpointing_kwargs
+        if options and options.setdefault("use_reentrant", False):
+            raise ValueError(
+                "use_reentrant must be false in activation_checkpointing_kwargs (gradient_checkpointing_kwargs): "
+                "reentrant checkpointing loses gradients where the steps of a chain share the clean stream"
+            )
 
     @property
     def noise_seed(self) -> int:
@@ -207,6 +229,8 @@ class MRPTrainingArguments(TrainingArguments):
 
 
 ARGUMENTS = (ModelArguments, DataArguments, MRPTrainingArguments)
+# Options that a config file may give as a path relative to its own folder.
+PATH_OPTIONS = ("base_model", "base_adapter", "head", "train_data", "eval_data")
 
 
 class _Parser(HfArgumentParser):
@@ -253,6 +277,9 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, MRP
 def read_config(path) -> dict:
     """Read a flat YAML file of options.
 
+    A relative path in `PATH_OPTIONS` is looked up in the folder of the file first. If nothing is there it is left
+    unchanged: relative to the current folder, or a Hub id. `output_dir` is always relative to the current folder.
+
     Raises:
         ValueError: when it is no mapping or has a key that no option has, naming the nearest one.
     """
@@ -268,6 +295,10 @@ def read_config(path) -> dict:
     for key in values:
         if key not in option_names():
             raise _unknown_option(str(key), f"in {path}")
+    for name in PATH_OPTIONS:
+        beside = path.parent / str(values.get(name))
+        if name in values and beside.exists():
+            values[name] = str(beside)
     return values
 
 

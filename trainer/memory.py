@@ -1,19 +1,23 @@
-"""How much memory a training step takes, before it is taken."""
+"""An estimate of the memory of a training step, before the first one runs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from modeling_mrp import MRPForDiffusionLM
 
 from .losses.linear_kl import chunk_bytes
 
-OPTIMIZER_BYTES = 12  # float32 gradient and two Adam moments for each parameter of the head
-# Activations of one decoder layer, in units of one hidden vector (h) or one feed-forward vector (f) per token:
-# forward alone keeps the layer's input, its norm, q, k, v and the attention output (6 h) or gate, up and product
-# (3 f); a backward pass needs all of them, and those of both norms and residuals, at once.
+OPTIMIZER_BYTES = 12  # per parameter of the head: a float32 gradient and two float32 Adam moments
+# Activations of one decoder layer, counted in hidden vectors (H) or feed-forward vectors (F) per token. A forward
+# without gradients holds at its peak the layer's input, its norm, q, k, v and the attention output (6 H), or gate, up
+# and product (3 F). A backward pass needs all of them at once, and those of both norms and residuals.
 FORWARD_H, FORWARD_F = 6, 3
 BACKWARD_H, BACKWARD_F = 14, 4
-STEP_H = 8  # what a head step keeps beside its layers: both norms, their concatenation, the residual
-LOSS_BUFFERS = 6  # of a chunk of logits, at one time: of the objectives and of the head's metrics; the KL takes fewer
+STEP_H = 8  # hidden vectors per token of a head step outside its layers: both norms, concatenation, residual
+LOSS_BUFFERS = 6  # chunks of logits alive at once, in the most demanding of objectives and head metrics
 
 
 @dataclass
@@ -23,7 +27,8 @@ class MemoryEstimate:
     Attributes:
         weights: backbone, embeddings and head.
         optimizer: gradients and optimizer states of the head.
-        activations: of the packed frozen forward, or of the head unrolled with its backward pass, whichever is more.
+        activations: the frozen forward over all streams, or the unrolled head with its backward pass, whichever needs
+            more.
         loss: hidden states of the supervised rows, their gradients, and chunks of logits.
     """
 
@@ -34,6 +39,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
+        """Bytes of all parts together."""
         return self.weights + self.optimizer + self.activations + self.loss
 
     def __str__(self) -> str:
@@ -43,54 +49,57 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    model, rows: int, length: int, steps: int, checkpointing: bool = False, shards: int = 1
+    model: MRPForDiffusionLM, rows: int, length: int, steps: int, checkpointing: bool = False, shards: int = 1
 ) -> MemoryEstimate:
-    """Memory of one training step of R `rows` of L `length` tokens with K `steps`.
+    """Estimate the memory of one training step.
 
     Args:
-        model: an `MRPForDiffusionLM` with a head.
-        checkpointing: the head recomputes its activations layer by layer in the backward pass.
-        shards: devices that FSDP2 shards the model over.
+        model: the model, with a head.
+        rows: number of rows R per device.
+        length: tokens per row L.
+        steps: number of reveals K.
+        checkpointing: whether the head's layers recompute their activations in the backward pass.
+        shards: number of devices that FSDP2 shards the model over.
     """
     config = model.config
     h, f, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
     item = model.lm_head.weight.element_size()
     head_parameters = sum(p.numel() for p in model.mrp_head.parameters())
     head_item = model.mrp_head.eh_proj.weight.element_size()
-    packed = rows * length * (2 + steps)
+    packed = rows * length * (2 + steps)  # tokens of the frozen forward: clean stream, x_t, x_1..x_K
     forward = packed * (FORWARD_H * h + FORWARD_F * f) * item
-    head_tokens = rows * length * (1 + steps)  # the clean stream once
-    layer = (BACKWARD_H * h + BACKWARD_F * f) * head_item  # of one token
+    head_tokens = rows * length * (1 + steps)  # tokens of the head: clean stream, x_1..x_K
+    layer = (BACKWARD_H * h + BACKWARD_F * f) * head_item  # bytes per token and layer
     if checkpointing:
         head = (STEP_H + config.num_mrp_layers) * head_tokens * h * head_item + 2 * rows * length * layer
     else:
         head = config.num_mrp_layers * head_tokens * layer
-    if config._attn_implementation != "flex_attention":  # a mask of one byte for each pair of tokens
+    if config._attn_implementation != "flex_attention":  # dense masks, one byte per pair of tokens
         forward += rows * (length * (2 + steps)) ** 2
         head += rows * ((length * 2) ** 2 + length * length * 2)
-    supervised = rows * length * steps  # at most
+    supervised = rows * length * steps  # an upper bound
     logits = LOSS_BUFFERS * max(chunk_bytes(model.lm_head.weight), 4 * vocabulary)
     return MemoryEstimate(
-        weights=_bytes(model.parameters()) // shards + (_gathered(model) if shards > 1 else 0),
+        weights=_bytes(model.parameters()) // shards + (_gathered_bytes(model) if shards > 1 else 0),
         optimizer=OPTIMIZER_BYTES * head_parameters // shards,
         activations=packed * h * item + max(forward, head),
         loss=2 * supervised * h * (head_item + item) + logits,
     )
 
 
-def _gathered(model) -> int:
-    """Bytes that stand whole at one time where the weights are sharded: embeddings, a layer, and the next one."""
+def _gathered_bytes(model: MRPForDiffusionLM) -> int:
+    """Return the bytes of sharded weights that are whole at one time: embeddings, the current layer and the next."""
     embeddings = {id(p): p for p in (model.lm_head.weight, model.get_input_embeddings().weight)}
     layers = (*model.model.layers, *model.mrp_head.layers)
     return _bytes(embeddings.values()) + 2 * max(_bytes(layer.parameters()) for layer in layers)
 
 
-def _bytes(tensors) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def advice(estimate: MemoryEstimate, available: int) -> str | None:
-    """What to change when a step does not fit into `available` bytes; None when it does."""
+    """Say what to change if a step does not fit into `available` bytes. Returns None if it fits."""
     if estimate.total <= available:
         return None
     if estimate.weights + estimate.optimizer > available:
@@ -98,15 +107,15 @@ def advice(estimate: MemoryEstimate, available: int) -> str | None:
     elif estimate.activations > estimate.loss:
         change = (
             "lower per_device_train_batch_size (and raise gradient_accumulation_steps), sequence_length or "
-            "unroll_steps, or set gradient_checkpointing: true"
+            "unroll_steps, or set activation_checkpointing: true"
         )
     else:
         change = "set kl_chunk_rows to a small number"
-    return f"a step needs {estimate}, but {_gib(available)} are free: {change}"
+    return f"a step needs {estimate}, but only {_gib(available)} are free: {change}"
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes free on a CUDA device together with those its tensors hold already; None elsewhere."""
+    """Return the bytes of a CUDA device that are free or already reserved by this process; None for other devices."""
     if device.type != "cuda":
         return None
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)

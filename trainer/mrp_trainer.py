@@ -1,82 +1,110 @@
-"""MRPTrainer: transformers' Trainer for the residual head alone, over a frozen backbone."""
+"""MRPTrainer: transformers' Trainer, training the residual head alone over a frozen backbone.
 
+The objective is that of Multi-token Residual Prediction (arXiv 2605.18817). For each of K reveals it compares
+
+    h_B        the backbone's hidden state on x_k, the state of the block after k reveals (the teacher), and
+    h_A + h_C  the backbone's hidden state on x_t, corrected by k steps of the head (the student),
+
+at the positions i that are still masked in x_k:
+
+    loss_k = sum_i KL(softmax(W h_B / T) || softmax(W (h_A + h_C) / T)) T^2 / p_i  /  normaliser_k
+    normaliser_k = number of answer tokens - sum of 1 / p_i over the positions revealed by steps 1..k
+
+with the output embedding W and the probability p_i at which position i was masked. The loss is the mean over k.
+"""
+
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
-from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import ProgressCallback, TrainerCallback
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    PreTrainedTokenizerBase,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.utils import ModelOutput
+
+from modeling_mrp import MRPForDiffusionLM
 
 from .arguments import MRPTrainingArguments
-from .checkpoints.head_files import backbone_note
-from .checkpoints.lora import without_peft
+from .checkpoints.head_files import backbone_identity
 from .checkpoints.resume import check_resumable, last_checkpoint, run_settings
 from .checkpoints.sharded import gathered, shard_optimizer_state
+from .confident_reveal import NO_LOGITS, reveal_most_confident
 from .console import HeadProgress
 from .data.collator import MRPCollator
-from .data.corruption import loss_weights, order_reveals, revealed_states
-from .data.rows import is_streamed, length_of, prepare_dataset
+from .data.rows import is_streamed, length_of
 from .data.streams import EndlessStream
 from .evaluation.acceptance import acceptance_range, decode_figures, prompts_of
-from .evaluation.head_metrics import HeadMetrics, measure_head
+from .evaluation.head_metrics import HeadFigures, HeadMetrics, measure_head
 from .head_checkpoints import HeadCheckpoints
 from .losses.acceptance import chosen_position_loss, chosen_positions, linear_total_variation
-from .losses.linear_kl import Choice, auto_chunk_rows, linear_kl, linear_kl_and_choice
+from .losses.linear_kl import Choice, linear_kl, linear_kl_and_choice
 from .muon import MuonWithAdamW
+from .trainer_inputs import check_fsdp, check_trainable, collator_for, prepare_if_raw
 
 MODEL_INPUTS = ("input_ids", "revealed_ids", "clean_ids", "segment_ids")
-NO_LOGITS = torch.empty(0, dtype=torch.long)
 
 
 class MRPTrainer(HeadCheckpoints):
-    """Trains `model.mrp_head` so that h_A + h_C gives the logits the backbone has after the reveal.
+    """Trains `model.mrp_head` to predict how the backbone's logits change when tokens are revealed.
 
     Args:
-        model: an `MRPForDiffusionLM` with a head, or one under `lora_head`. Its backbone is frozen and stays in eval
-            mode; a backbone in half precision keeps its dtype while the head is trained in float32.
-        args: `MRPTrainingArguments`.
-        train_dataset, eval_dataset: rows of `prepare_dataset`, or raw text, chat or prompt-completion data together
-            with `processing_class`, which are then prepared with `sequence_length` tokens a row.
-        processing_class: the tokenizer.
-        data_collator: an `MRPCollator`; default: one made from `args` and the model's config.
-        sequence_length: tokens per row; None: rows as long as the longest of a batch needs (raw data: 1024).
+        model: an `MRPForDiffusionLM` with a head, or one wrapped by `lora_head`. Its backbone is frozen and stays in
+            eval mode. A backbone in half precision keeps its dtype, and the head is trained in float32.
+        args: the training arguments.
+        data_collator: an `MRPCollator`; by default one made from `args` and the model's config.
+        train_dataset: rows of `prepare_dataset`; or raw text, chat or prompt-completion data, which are then prepared
+            with `processing_class` and `sequence_length` tokens per row.
+        eval_dataset: the same for evaluation, or a dict of such data sets.
+        processing_class: the tokenizer. Required for raw data.
+        sequence_length: tokens per row. None pads each batch to its longest row (raw data: rows of up to 1024 tokens).
+        callbacks: further callbacks.
+        **kwargs: further arguments of `Trainer`.
 
-    The rest is as in `Trainer`. Checkpoints hold the head, the optimizer and the state of the training, never the
-    backbone, and are refused by another backbone.
+    Checkpoints hold the head, the optimizer and the state of the training, never the backbone. Loading one onto
+    another backbone raises a `ValueError`.
 
     Raises:
-        ValueError: a model without a head or with a backbone that is not frozen.
+        ValueError: if the model has no head or its backbone is not frozen.
     """
 
     def __init__(
         self,
-        model=None,
+        model: MRPForDiffusionLM | PeftModel | None = None,
         args: MRPTrainingArguments | None = None,
-        data_collator=None,
-        train_dataset=None,
-        eval_dataset=None,
-        processing_class=None,
+        data_collator: MRPCollator | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
         sequence_length: int | None = None,
-        callbacks: list | None = None,
-        **kwargs,
+        callbacks: list[TrainerCallback] | None = None,
+        **kwargs: Any,
     ):
         args = MRPTrainingArguments() if args is None else args
-        args._n_gpu = min(1, args.n_gpu)  # one device per process: torchrun for more, never DataParallel
-        _check_model(model)
+        args._n_gpu = min(1, args.n_gpu)  # one device per process (torchrun starts several), never DataParallel
+        check_trainable(model)
         model.mrp_head.float()
-        # transformers sets it on configs that come from the Hub only; head checkpoints state it.
-        model.config._commit_hash = vars(model.config).get("_commit_hash")
+        # Head checkpoints record the backbone's commit; transformers sets it only on configs that come from the Hub.
+        model.config._commit_hash = getattr(model.config, "_commit_hash", None)
         train_dataset, eval_dataset = (
-            _prepared(dataset, processing_class, sequence_length) for dataset in (train_dataset, eval_dataset)
+            prepare_if_raw(dataset, processing_class, sequence_length) for dataset in (train_dataset, eval_dataset)
         )
         if data_collator is None:
             data_collator = collator_for(model, args, sequence_length)
-        noise = [_EpochOfNoise(data_collator)]
-        if is_streamed(train_dataset):
-            train_dataset, noise = EndlessStream(train_dataset), []
+        own_callbacks = [_SetNoiseEpoch(data_collator)]
+        if is_streamed(train_dataset):  # the rows of a stream carry their epoch themselves
+            train_dataset, own_callbacks = EndlessStream(train_dataset), []
         super().__init__(
             model=model,
             args=args,
@@ -84,45 +112,48 @@ class MRPTrainer(HeadCheckpoints):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[*noise, *(callbacks or [])],
+            callbacks=[*own_callbacks, *(callbacks or [])],
             **kwargs,
         )
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(HeadProgress)
         self.model_accepts_loss_kwargs = True  # the loss is already divided by that of the whole optimizer step
-        self._metrics = self._no_metrics()
-        self._measure_always = False
-        self._note = backbone_note(self.model)  # while it is whole
+        self._training_metrics = HeadMetrics.zeros(args.unroll_steps, args.device)
+        self._evaluation: _EvaluationSums | None = None  # set while an evaluation runs
+        self._backbone_identity = backbone_identity(self.model)  # reads all weights, so before FSDP shards them
         if self.is_fsdp_enabled:
-            _check_fsdp(self.accelerator.state.fsdp_plugin)
+            check_fsdp(self.accelerator.state.fsdp_plugin)
 
-    def create_optimizer(self, model=None):
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimizer over the head's parameters: Muon with AdamW if `muon_learning_rate` is set."""
         if self.optimizer is not None:
             return self.optimizer
         args = self.args
         if args.muon_learning_rate is None:
-            parts = [super().create_optimizer(model)]
+            optimizers = [super().create_optimizer(model)]
         else:
             self.optimizer = MuonWithAdamW(
                 self.model, args.muon_learning_rate, args.learning_rate, weight_decay=args.weight_decay
             )
-            parts = self.optimizer.parts
-        for part in parts:
-            part.register_load_state_dict_pre_hook(shard_optimizer_state)
+            optimizers = self.optimizer.parts
+        for optimizer in optimizers:
+            optimizer.register_load_state_dict_pre_hook(shard_optimizer_state)
         return self.optimizer
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
-        """As in transformers; then the model's config notes what held-out prompts accept (`trained_acceptance`).
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """Train as `Trainer.train` does, then record in the model's config how many drafts held-out prompts accept.
 
         Args:
-            resume_from_checkpoint: a checkpoint, or True for the last complete one of `output_dir`.
+            resume_from_checkpoint: a checkpoint folder, or True for the last complete one in `output_dir`.
+            **kwargs: further arguments of `Trainer.train`.
 
         Raises:
-            ValueError: a checkpoint that is incomplete, of another backbone, or of a run with other settings.
+            ValueError: if the checkpoint is incomplete, of another backbone, or of a run with other settings.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_checkpoint(self.args.output_dir) or True  # transformers names the folder
+            # Where there is none, transformers raises an error that names the folder.
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir) or True
         if isinstance(resume_from_checkpoint, str | Path):
             check_resumable(resume_from_checkpoint, run_settings(self.args, length_of(self.train_dataset)))
         model = self.accelerator.unwrap_model(self.model)
@@ -137,7 +168,7 @@ class MRPTrainer(HeadCheckpoints):
         return output
 
     def _run_epoch(self, *args, **kwargs):
-        """Transformers counts after each step, and would take one more than all of a finished run."""
+        """Skip the epoch of a finished run: transformers counts steps after taking them and would run one more."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
@@ -145,173 +176,188 @@ class MRPTrainer(HeadCheckpoints):
 
     # --- the loss
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Mean over the K steps of sum(loss * weight) / normaliser, on the positions still masked at each step.
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ModelOutput]:
+        """Compute the mean over the K steps of sum(loss * weight) / normaliser.
 
         Args:
-            model: the model, wrapped or not.
+            model: the model, possibly wrapped by accelerate.
             inputs: a batch of `MRPCollator`.
             return_outputs: also return the model's output.
-            num_items_in_batch: [K], the normaliser of the whole optimizer step over all ranks; None: of this batch.
+            num_items_in_batch: normaliser of the whole optimizer step over all ranks, [K]; None uses that of this
+                batch.
 
         Returns:
-            The loss, a scalar with a gradient even where nothing is supervised.
+            The loss, a scalar that has a gradient even if no position is supervised, so that every rank runs the same
+            backward pass.
         """
         if num_items_in_batch is None:
-            num_items_in_batch, ranks = _floored(_normaliser_and_rows(inputs)), 1
+            num_items_in_batch, ranks = _normaliser(_normaliser_and_rows(inputs)), 1
         else:
-            ranks = self.accelerator.num_processes  # they are averaged, and each holds its share of the sum
+            # Gradients are averaged over the ranks, but each rank holds only its share of the sum.
+            ranks = self.accelerator.num_processes
         sums, out = self._loss_sums(model, inputs)
         loss = (sums / num_items_in_batch.to(sums.device)).mean() * ranks
         return (loss, out) if return_outputs else loss
 
-    def _loss_sums(self, model, inputs: dict):
-        """sum(loss * weight) of each of the K steps, [K], and the model's output."""
-        lm_head = self._lm_head()
+    def _loss_sums(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
+        """Return sum(loss * weight) of each of the K steps, [K], and the model's output.
+
+        The forward reads 2 + K streams. Of one sample with blocks of 4 (c: a clean token, m: a mask):
+
+            clean_ids            c c c c   c c c c   c c c c    read once by backbone and head; keys and values cached
+            input_ids     x_t    c m m c   m m m m   m c m m    backbone only: gives h_A
+            revealed_ids  x_1    c c m c   m c m m   m c c m    backbone: h_B;  head step 1: h_A + h_C
+                          x_2    c c c c   c c m m   c c c m    backbone: h_B;  head step 2, from the state of step 1
+
+        A block of x_t or x_k attends to itself and to the earlier blocks of clean_ids; it never sees its own clean
+        tokens, other states, or earlier noisy blocks. The loss looks at the masks left in x_1..x_K.
+        """
+        lm_head = gathered(self.accelerator.unwrap_model(self.model).lm_head.weight)  # [V, H]
         if self.args.reveal == "confident":
-            inputs = self._reveal_confident(inputs, lm_head)
-        with self.accelerator.autocast():  # accelerate wraps the model in it, but not under FSDP2
+            bare = self.accelerator.unwrap_model(self.model)
+            inputs = reveal_most_confident(bare, inputs, lm_head, self.args.unroll_steps)
+        with self.accelerator.autocast():  # accelerate wraps the model in it, except under FSDP2
             out = model(**{name: inputs[name] for name in MODEL_INPUTS}, logits_to_keep=NO_LOGITS, teacher=True)
-        weight = inputs["loss_weight"]  # [R, K, L]
-        supervised = (weight > 0).nonzero(as_tuple=True)  # once: it waits for the device
-        losses = self._losses(out, supervised, inputs, lm_head) * weight[supervised]
+        weight = inputs["loss_weight"]  # [R, K, L], 0 where x_k shows the token
+        # (row, step, position) of each of the N supervised positions. Finding them waits for the device: do it once.
+        supervised = (weight > 0).nonzero(as_tuple=True)
+        losses = self._losses(out, supervised, inputs, lm_head) * weight[supervised]  # [N]
         if self._wants_metrics():
-            self._metrics += measure_head(
-                out.last_hidden_state,
-                out.corrected_hidden_states,
-                out.revealed_hidden_states,
-                lm_head,
-                weight,
-                inputs["block_ids"],
-                self.model.config.mask_token_id,
-            )
-        # not by index_add, whose order of adding is another every time on a GPU
+            self._add_metrics(out, inputs, lm_head)
+        # index_put into distinct places is deterministic; index_add into K sums is not, on a GPU.
         return torch.zeros_like(weight).index_put(supervised, losses.to(weight.dtype)).sum((0, 2)), out
 
-    def _losses(self, out, supervised: tuple[Tensor, ...], inputs: dict, lm_head: Tensor) -> Tensor:
-        """The objective at each of N supervised positions, [N]; `supervised` holds row, step and position of each."""
-        hidden = out.corrected_hidden_states[supervised], out.revealed_hidden_states[supervised], lm_head
-        losses, choice = self._divergence(*hidden)
+    def _losses(
+        self, out: ModelOutput, supervised: tuple[Tensor, ...], inputs: dict[str, Tensor], lm_head: Tensor
+    ) -> Tensor:
+        """Return the objective at each of the N supervised positions, [N]."""
+        student, teacher = out.corrected_hidden_states[supervised], out.revealed_hidden_states[supervised]  # [N, H]
+        losses, choice = self._divergence(student, teacher, lm_head)
         if choice is not None:
             row, step, position = supervised
-            block_ids = inputs["block_ids"]
+            block_ids = inputs["block_ids"]  # [R, L], counted over each row
+            # One number for each block of each state x_k of each row: every one of them has a position to choose.
             block = (row * inputs["loss_weight"].shape[1] + step) * (block_ids.max() + 1) + block_ids[row, position]
             chosen = chosen_positions(block, choice.score)
             losses = losses + self.args.choice_weight * chosen_position_loss(choice.log_prob, block, chosen)
         return losses
 
-    def _divergence(self, *hidden: Tensor) -> tuple[Tensor, Choice | None]:
-        """The divergence at each position, [N], and the teacher's choice where it has a weight."""
+    def _divergence(self, student: Tensor, teacher: Tensor, lm_head: Tensor) -> tuple[Tensor, Choice | None]:
+        """Return the divergence at each position, [N], and the teacher's choice if the loss has a term for it."""
         args = self.args
         if args.divergence == "total_variation":
-            return linear_total_variation(*hidden), None
+            return linear_total_variation(student, teacher, lm_head), None
         options = {
             "temperature": args.kl_temperature,
-            "chunk_rows": self._chunk_rows(),
+            "chunk_rows": "auto" if args.kl_chunk_rows == "auto" else int(args.kl_chunk_rows),
             "backend": args.kl_backend,
         }
         if args.choice_weight:
-            return linear_kl_and_choice(*hidden, self.model.config.mask_token_id, **options)
-        return linear_kl(*hidden, **options), None
+            return linear_kl_and_choice(student, teacher, lm_head, self.model.config.mask_token_id, **options)
+        return linear_kl(student, teacher, lm_head, **options), None
 
-    def _get_num_items_in_batch(self, batch_samples: list[dict], device) -> Tensor | None:
-        """The normaliser [K] of one optimizer step: all its batches, all ranks."""
+    def _get_num_items_in_batch(self, batch_samples: list[dict], device: torch.device) -> Tensor | None:
+        """Return the normaliser [K] of one optimizer step: over all its batches and all ranks."""
         if not batch_samples:
             return None
-        self._leave_out_repeats(batch_samples[-1], length_of(self.train_dataset), self.args.train_batch_size)
+        self._ignore_repeated_rows(batch_samples[-1], length_of(self.train_dataset), self.args.train_batch_size)
         counts = sum(_normaliser_and_rows(batch) for batch in batch_samples).to(device)
-        return _floored(self.accelerator.reduce(counts, reduction="sum"))
+        return _normaliser(self.accelerator.reduce(counts, reduction="sum"))
 
-    def _leave_out_repeats(self, batch: dict, rows: int | None, batch_size: int):
-        """Where the last batch of a pass over `rows` is not full, ranks fill it with rows that others have seen."""
-        over = 0 if rows is None or self.args.dataloader_drop_last else rows % (batch_size * self.args.world_size)
-        if over and self.args.world_size > 1 and self.accelerator.gradient_state.end_of_dataloader:
-            own = max(0, over - batch_size * self.args.process_index)
+    def _ignore_repeated_rows(self, batch: dict[str, Tensor], rows: int | None, batch_size: int):
+        """Give no weight to the rows that accelerate repeats to fill the last batch of a pass over `rows` rows."""
+        if rows is None or self.args.dataloader_drop_last or self.args.world_size == 1:
+            return
+        last = rows % (batch_size * self.args.world_size)  # rows of the last, incomplete batch over all ranks
+        if last and self.accelerator.gradient_state.end_of_dataloader:
+            own = max(0, last - batch_size * self.args.process_index)
             for name in ("reveal_step", "loss_weight", "normaliser"):
                 batch[name][own:] = 0
 
-    @torch.no_grad()
-    def _reveal_confident(self, inputs: dict, lm_head: Tensor) -> dict:
-        """Reveal as many tokens as the batch says, but those that the backbone is surest of on x_t."""
-        model = self.accelerator.unwrap_model(self.model)
-        masked = inputs["reveal_step"] > 0
-        hidden = model(
-            inputs["input_ids"],
-            clean_ids=inputs["clean_ids"],
-            segment_ids=inputs["segment_ids"],
-            logits_to_keep=NO_LOGITS,
-        ).last_hidden_state[masked]
-        mask_token_id = model.config.mask_token_id
-        scores = []
-        for rows in hidden.split(auto_chunk_rows(len(hidden), lm_head, torch.float32)):
-            logits = (rows @ lm_head.T).float()
-            logits[:, mask_token_id] = -torch.inf
-            scores.append(logits.amax(-1) - logits.logsumexp(-1))
-        row, position = masked.nonzero(as_tuple=True)
-        block = row * (inputs["block_ids"].max() + 1) + inputs["block_ids"][row, position]
-        reveal_step = inputs["reveal_step"].clone()
-        if scores:
-            reveal_step[masked] = order_reveals(reveal_step[masked], block, torch.cat(scores))
-        steps = self.args.unroll_steps
-        _, states = revealed_states(inputs["clean_ids"], reveal_step, steps, mask_token_id)
-        weight = loss_weights(reveal_step, inputs["p_mask"], steps)
-        return {**inputs, "reveal_step": reveal_step, "revealed_ids": states, "loss_weight": weight}
-
-    def _lm_head(self) -> Tensor:
-        return gathered(self.accelerator.unwrap_model(self.model).lm_head.weight)
-
-    def _chunk_rows(self) -> int | str:
-        return "auto" if self.args.kl_chunk_rows == "auto" else int(self.args.kl_chunk_rows)
-
     # --- figures
 
-    def _no_metrics(self) -> HeadMetrics:
-        return HeadMetrics.zeros(self.args.unroll_steps, self.args.device)
-
     def _wants_metrics(self) -> bool:
-        """In an evaluation, and in the training step whose end is logged."""
-        if not self.model.training:
-            return self._measure_always
+        """Measure the head in evaluations, and in the training steps that end with a log."""
+        if self._evaluation is not None:
+            return True
         every = self.state.logging_steps
-        return self.args.head_metrics and bool(every) and (self.state.global_step + 1) % every == 0
+        logs_after_step = bool(every) and (self.state.global_step + 1) % every == 0
+        return self.model.training and self.args.head_metrics and logs_after_step
 
-    def _take_metrics(self) -> dict[str, float]:
-        sums = self.accelerator.reduce(self._metrics.stacked(), reduction="sum")
-        self._metrics = self._no_metrics()
-        return HeadMetrics(*sums).summary()
+    def _add_metrics(self, out: ModelOutput, inputs: dict[str, Tensor], lm_head: Tensor):
+        metrics = measure_head(
+            out.last_hidden_state,
+            out.corrected_hidden_states,
+            out.revealed_hidden_states,
+            lm_head,
+            inputs["loss_weight"],
+            inputs["block_ids"],
+            self.model.config.mask_token_id,
+        )
+        if self._evaluation is None:
+            self._training_metrics += metrics
+        else:
+            self._evaluation.metrics += metrics
+
+    def _figures(self, metrics: HeadMetrics) -> HeadFigures:
+        """Return the figures of all ranks together."""
+        return HeadMetrics(*self.accelerator.reduce(metrics.stacked(), reduction="sum")).summary()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, adding the head's figures to the logs of training."""
         if "loss" in logs and self.args.head_metrics:
-            logs.update(self._take_metrics())
+            logs.update(self._figures(self._training_metrics).log_entries())
+            self._training_metrics = HeadMetrics.zeros(self.args.unroll_steps, self.args.device)
         super().log(logs, start_time)
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The loss alone: no logits exist that could be returned."""
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, None, None]:
+        """Return the loss alone: there are no logits and labels to gather."""
         inputs = self._prepare_inputs(inputs)
-        self._leave_out_repeats(inputs, self._evaluated_rows, self.args.eval_batch_size)
+        self._ignore_repeated_rows(inputs, self._evaluation.rows, self.args.eval_batch_size)
         counts = _normaliser_and_rows(inputs)
         with torch.no_grad():
             sums, _ = self._loss_sums(model, inputs)
-        self._evaluated += torch.cat([sums[None].to(counts), counts])
-        return (sums / _floored(counts)).mean(), None, None
+        self._evaluation.losses += torch.cat([sums[None].to(counts), counts])
+        return (sums / _normaliser(counts)).mean(), None, None
 
-    def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
-        training_metrics, self._metrics = self._metrics, self._no_metrics()
-        self._measure_always = True
-        self._evaluated_rows = length_of(dataloader.dataset)
-        self._evaluated = torch.zeros(3, self.args.unroll_steps, device=self.args.device)
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        self._measure_always = False
-        # the mean over the whole set, however it was cut into batches
-        sums, *counts = self.accelerator.reduce(self._evaluated, reduction="sum")
-        loss = (sums / _floored(torch.stack(counts))).mean().item()
-        figures = {"loss": loss} | self._take_metrics() | self._decode_some()
+    def evaluation_loop(
+        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
+        """Evaluate loss and head over the whole data set, and decode some of its prompts.
+
+        The loss is the mean over the whole set, however it is cut into batches.
+        """
+        steps, device = self.args.unroll_steps, self.args.device
+        self._evaluation = _EvaluationSums(
+            rows=length_of(dataloader.dataset),
+            losses=torch.zeros(3, steps, device=device),
+            metrics=HeadMetrics.zeros(steps, device),
+        )
+        try:
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+            evaluation = self._evaluation
+        finally:
+            self._evaluation = None
+        sums, *counts = self.accelerator.reduce(evaluation.losses, reduction="sum")
+        loss = (sums / _normaliser(torch.stack(counts))).mean().item()
+        figures = {"loss": loss} | self._figures(evaluation.metrics).log_entries() | self._decode_held_out()
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
-        self._metrics = training_metrics
         return output
 
-    def _decode_some(self) -> dict[str, float]:
-        """Decode some held-out prompts with the head as it is, K head steps deep."""
+    def _decode_held_out(self) -> dict[str, float]:
+        """Decode some held-out prompts with the head as it is, in chains of K head steps."""
         args, model = self.args, self.accelerator.unwrap_model(self.model)
         prompts = self._held_out_prompts()
         return decode_figures(model, prompts, args.unroll_steps + 1, args.decode_new_tokens) if prompts else {}
@@ -323,89 +369,54 @@ class MRPTrainer(HeadCheckpoints):
         block_size = self.model.config.block_size
         return [] if rows is None else prompts_of(rows, self.args.decode_prompts, block_size)
 
-    def get_eval_dataloader(self, eval_dataset=None):
-        """Evaluations see the same noise every time."""
-        with self._collator(replace(self.data_collator, _epoch=torch.zeros(1, dtype=torch.long))):
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return the data loader of an evaluation; its noise is that of epoch 0 every time."""
+        with self._using_collator(replace(self.data_collator, _epoch=torch.zeros(1, dtype=torch.long))):
             return super().get_eval_dataloader(eval_dataset)
 
     @contextmanager
-    def _collator(self, collator):
-        usual, self.data_collator = self.data_collator, collator
+    def _using_collator(self, collator: MRPCollator) -> Iterator[None]:
+        previous, self.data_collator = self.data_collator, collator
         try:
             yield
         finally:
-            self.data_collator = usual
+            self.data_collator = previous
 
 
-class _EpochOfNoise(TrainerCallback):
-    """Tells the collator which epoch it is."""
+@dataclass
+class _EvaluationSums:
+    """What one evaluation adds up over its batches.
+
+    Attributes:
+        rows: number of rows in the data set; None for a stream.
+        losses: [3, K]: weighted losses, normalisers, numbers of supervised positions.
+        metrics: sums for the head's figures.
+    """
+
+    rows: int | None
+    losses: Tensor
+    metrics: HeadMetrics
+
+
+class _SetNoiseEpoch(TrainerCallback):
+    """Makes the collator draw other noise in every epoch."""
 
     def __init__(self, collator: MRPCollator):
         self.collator = collator
 
-    def on_epoch_begin(self, args, state, control, **kwargs):
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         self.collator.set_epoch(int(state.epoch or 0))
 
 
-def _normaliser_and_rows(batch: dict) -> Tensor:
-    """[2, K]: the sum of the normalisers, and how many positions are supervised."""
+def _normaliser_and_rows(batch: dict[str, Tensor]) -> Tensor:
+    """Return [2, K]: the sum of the rows' normalisers, and the number of supervised positions."""
     return torch.stack([batch["normaliser"].sum(0), (batch["loss_weight"] > 0).sum((0, 2)).float()])
 
 
-def _floored(counts: Tensor) -> Tensor:
-    """The normaliser [K], but at least the number of supervised positions, and 1.
+def _normaliser(counts: Tensor) -> Tensor:
+    """Return the normaliser [K], at least the number of supervised positions and at least 1.
 
-    By chance a small batch may hold so many early reveals at a low p that its normaliser is near zero or below.
+    The raw normaliser subtracts 1 / p for each revealed position. In a small batch with early reveals at a low p it
+    may come out near zero or negative.
     """
     return counts.amax(0).clamp(min=1)
-
-
-def collator_for(model, args: MRPTrainingArguments, sequence_length: int | None = None) -> MRPCollator:
-    """The collator that these arguments describe for this model."""
-    config = model.config
-    return MRPCollator(
-        block_size=config.block_size,
-        mask_token_id=config.mask_token_id,
-        pad_token_id=config.pad_token_id or 0,
-        steps=args.unroll_steps,
-        sequence_length=sequence_length,
-        seed=args.noise_seed,
-        reveal_counts=tuple(args.reveal_counts),
-        noise_eps=args.noise_eps,
-        noise_per_block=args.noise_per_block,
-    )
-
-
-def _check_model(model):
-    if model is None:
-        raise ValueError("model must be an MRPForDiffusionLM with a head, got None")
-    if model.config.num_mrp_layers == 0:
-        raise ValueError("the model has no head to train: load it with from_backbone(..., num_mrp_layers=3)")
-    trained = [name for name, p in without_peft(model).named_parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError(
-            "nothing of the model trains: load a head's adapter with is_trainable=True, and a backbone's with "
-            "apply_backbone_adapter"
-        )
-    thawed = [name for name in trained if not name.startswith("mrp_head.")]
-    if thawed:
-        raise ValueError(f"only the head trains, but {thawed[0]} requires a gradient: call model.freeze_backbone()")
-
-
-def _check_fsdp(plugin):
-    if plugin.fsdp_version != 2:
-        raise ValueError(f"fsdp_version must be 2, got {plugin.fsdp_version}: see accelerate-fsdp2.yaml")
-    if plugin.cpu_ram_efficient_loading:
-        raise ValueError(
-            "fsdp_cpu_ram_efficient_loading must be false: every process reads the backbone to tell which it is"
-        )
-    # Otherwise bf16 would also round gradients and the model's output, whose small differences are the loss.
-    plugin.mixed_precision_policy = MixedPrecisionPolicy()
-
-
-def _prepared(dataset, tokenizer, sequence_length: int | None):
-    if isinstance(dataset, dict):
-        return {name: _prepared(part, tokenizer, sequence_length) for name, part in dataset.items()}
-    if isinstance(dataset, Dataset | IterableDataset):
-        return prepare_dataset(dataset, tokenizer, sequence_length=sequence_length)
-    return dataset

@@ -1,1 +1,1 @@
-"""Checkpoints as files: heads, weights, adapters, conversion, cards and uploads."""
+"""Checkpoints on disk and on the Hub: heads, weights, adapters, conversion, cards and uploads."""

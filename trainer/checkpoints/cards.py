@@ -1,28 +1,40 @@
-"""Model cards."""
+"""Model cards, written from `hub_cards/card_template.md`."""
 
 import re
 from importlib import resources
 from pathlib import Path
 from string import Template
 
+from transformers import PretrainedConfig
+
+from modeling_mrp import MRPForDiffusionLM
+
 from .weight_files import base_of
 
 MODES_WITH_HEAD = """\
 `mrp_mode` is None (the backbone alone), "spec" (the head drafts and the backbone verifies: the same tokens in fewer
-forwards), "direct" (the head is trusted) or "remask" (many tokens at once, the head sends doubtful ones back)."""
+forwards), "direct" (the head's tokens are kept without verification) or "remask" (many tokens are revealed at once,
+and the head masks doubtful ones again)."""
 MODES_WITHOUT_HEAD = """\
 `mrp_mode` is None (one backbone forward a step) or "spec" (the backbone drafts from its last logits and verifies: the
 same tokens in fewer forwards)."""
 
 
-def render_card(model, *, name: str, repository: str | None = None, license: str | None = None, figures: str = ""):
-    """The model card, as text, from `hub_cards/card_template.md`.
+def render_card(
+    model: MRPForDiffusionLM,
+    *,
+    name: str,
+    repository: str | None = None,
+    license: str | None = None,
+    figures: str = "",
+) -> str:
+    """Return the text of a model card.
 
     Args:
-        model: an `MRPForDiffusionLM`.
-        name: the title.
-        repository: what the example loads; default: the title.
-        license: identifier for the front matter, left out when None.
+        model: the model to describe.
+        name: title of the card.
+        repository: repository that the card's example loads; None means `name`.
+        license: identifier of the license for the front matter; None leaves the line out.
         figures: measured results, as Markdown.
     """
     config = model.config
@@ -51,14 +63,14 @@ def render_card(model, *, name: str, repository: str | None = None, license: str
     return re.sub(r"\n{3,}", "\n\n", text.replace("text-generation\n\ntags", "text-generation\ntags")).rstrip() + "\n"
 
 
-def _kind_of_head(config) -> str:
+def _kind_of_head(config: PretrainedConfig) -> str:
     if config.mrp_residual:
         return "residual head that predicts how its logits change"
     return "head that predicts its next logits in full (an ablation of the residual head)"
 
 
-def card_license(folder) -> str | None:
-    """The license that a checkpoint's own card states, or None."""
+def card_license(folder: str | Path) -> str | None:
+    """Return the license in the front matter of a checkpoint's README.md, or None if there is none."""
     path = Path(folder) / "README.md"
     if not path.exists():
         return None

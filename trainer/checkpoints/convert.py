@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint into a self-contained folder that loads with `trust_remote_code=True`."""
+"""Converts a checkpoint into a self-contained folder that loads with `trust_remote_code=True`."""
 
 import json
 import shutil
@@ -35,7 +35,18 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class Conversion:
-    """What `convert` wrote: `head` is "kept", "fresh", "merged" (from `head=`) or "none"."""
+    """What `convert` wrote.
+
+    Attributes:
+        destination: the folder.
+        base_model: id or name of the backbone's checkpoint.
+        base_revision: its revision on the Hub, if it has one.
+        head: "kept" (the source's own), "merged" (from the argument `head`), "fresh" or "none".
+        num_mrp_layers: layers of the head.
+        block_size: tokens per block.
+        dtype: dtype of the weights.
+        parameters: number of parameters.
+    """
 
     destination: str
     base_model: str
@@ -48,11 +59,11 @@ class Conversion:
 
 
 def convert(
-    source,
-    destination,
+    source: str | Path,
+    destination: str | Path,
     *,
     num_mrp_layers: int | None = None,
-    head=None,
+    head: str | Path | None = None,
     head_init: str = "fresh",
     block_size: int | None = None,
     mask_token_id: int | None = None,
@@ -63,26 +74,32 @@ def convert(
 ) -> Conversion:
     """Write a self-contained remote-code folder from an SDAR, a published SDAR-MRP or one of our own checkpoints.
 
-    Reads `config.json`, safetensors, tokenizer files and generation config; never runs the source's code. The folder
-    appears only when it is complete.
+    Reads config.json, safetensors, tokenizer files and the generation config; the source's code is never run. The
+    destination appears only once it is complete.
 
     Args:
-        source: a folder or a Hub id.
+        source: a local folder or a Hub id.
         destination: the folder to write.
-        num_mrp_layers: layers of a fresh head (default 3), 0 for none.
-        head: a folder or Hub id written by `save_head`, to be merged into the backbone.
-        head_init, block_size, mask_token_id, mrp_residual: see `MRPForDiffusionLM.from_backbone`.
-        revision: of the source on the Hub.
-        max_shard_size: largest weight file, such as "5GB".
-        overwrite: replace `destination` when it exists.
+        num_mrp_layers: layers of a fresh head (default 3); 0 drops the head.
+        head: a folder or Hub id written by `save_head`, whose head the destination gets.
+        head_init: how a fresh head starts, see `MRPForDiffusionLM.from_backbone`.
+        block_size: tokens per block, if the source's config does not say or is wrong.
+        mask_token_id: id of the mask token, if the source's config does not say.
+        mrp_residual: whether the head predicts a change of the logits, see `MRPForDiffusionLM.from_backbone`.
+        revision: revision of the source on the Hub.
+        max_shard_size: size of the largest weight file, such as "5GB".
+        overwrite: replace `destination` if it exists.
+
+    Returns:
+        What was written.
 
     Raises:
-        ValueError: for an unreadable or unfitting source, or a destination that exists.
-        OSError: when the source cannot be found.
+        ValueError: if the source cannot be read or does not fit, or the destination exists.
+        OSError: if the source cannot be found.
     """
     destination = Path(destination)
     if destination.exists() and not overwrite:
-        raise ValueError(f"{destination} exists already: choose another folder, or ask to overwrite it")
+        raise ValueError(f"{destination} exists already: choose another folder, or allow overwriting it")
     folder, commit = fetch(source, revision)
     if head is not None:
         head = fetch(head)[0]
@@ -100,13 +117,13 @@ def convert(
     if head is not None:
         load_head(model, head)
     model.config.base_model, model.config.base_revision = base_of(model, source, commit)
-    model.config.base_hash = vars(model.config).get("base_hash") or backbone_hash(model)
+    model.config.base_hash = getattr(model.config, "base_hash", None) or backbone_hash(model)
     _set_generation_defaults(model)
     report = Conversion(
         destination=str(destination),
         base_model=model.config.base_model,
         base_revision=model.config.base_revision,
-        head=_head_origin(model, folder, head),
+        head=_head_origin(model, head),
         num_mrp_layers=model.config.num_mrp_layers,
         block_size=model.config.block_size,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -125,22 +142,27 @@ def convert(
     return report
 
 
-def _set_generation_defaults(model):
-    """Speculative decoding where there is a head; no sampling values that the source itself leaves without effect."""
+def _set_generation_defaults(model: MRPForDiffusionLM):
+    """Make `spec` the default mode if there is a head, and drop sampling values that have no effect.
+
+    transformers reads a generation config with, say, a temperature but without do_sample, and refuses to write it.
+    """
     generation = model.generation_config
     if model.mrp_head is not None:
         generation.mrp_mode = generation.to_dict().get("mrp_mode") or "spec"
     if generation.do_sample:
         return
     unset = GenerationConfig().to_dict()
-    idle = [name for name in SAMPLING_VALUES if generation.to_dict()[name] != unset[name]]
-    if idle:  # transformers reads such a file, but refuses to write it
-        logger.warning("generation config: %s dropped, they mean nothing without do_sample", ", ".join(idle))
-        generation.update(**{name: unset[name] for name in idle})
+    without_effect = [name for name in SAMPLING_VALUES if generation.to_dict()[name] != unset[name]]
+    if without_effect:
+        logger.warning(
+            "generation config: dropping %s, which have no effect without do_sample", ", ".join(without_effect)
+        )
+        generation.update(**{name: unset[name] for name in without_effect})
 
 
-def copy_tokenizer(source, destination):
-    """Copy the tokenizer's files as they are, without references to tokenizer code that stays behind."""
+def copy_tokenizer(source: str | Path, destination: str | Path) -> None:
+    """Copy the tokenizer's files unchanged, except for references to tokenizer code, which is not copied."""
     for name in TOKENIZER_FILES:
         if (Path(source) / name).exists():
             shutil.copyfile(Path(source) / name, Path(destination) / name)
@@ -151,7 +173,7 @@ def copy_tokenizer(source, destination):
             path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _head_origin(model, folder, head) -> str:
+def _head_origin(model: MRPForDiffusionLM, head: Path | None) -> str:
     if model.mrp_head is None:
         return "none"
     if head is not None:

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
-import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from modeling_mrp import MRPForDiffusionLM
 
 from .lora import check_no_live_adapter, forget_adapter, frozen_layers_hash, is_fresh, without_peft
 from .sharded import sharded_like, whole_state
@@ -14,51 +16,62 @@ from .weight_files import backbone_hash, base_of, fetch, tensor_index
 HEAD_WEIGHTS = "mrp_head.safetensors"
 HEAD_CONFIG = "mrp_head_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# Of the model's config: what head and model must have in common.
-HEAD_KIND = ("num_mrp_layers", "mrp_residual")
-BLOCKS = ("block_size", "mask_token_id")
+# Values of the model's config that are saved with a head. A head and the model it is loaded into must agree on them.
+SHARED_CONFIG = ("num_mrp_layers", "mrp_residual", "block_size", "mask_token_id")
 
 
-def backbone_note(model) -> dict:
-    """Which backbone a head belongs to: id, revision and hash; under LoRA also a hash of the layers it lies over.
+def backbone_identity(model: MRPForDiffusionLM | PeftModel) -> dict[str, str | None]:
+    """Return which backbone the model's head belongs to.
 
     Args:
-        model: an `MRPForDiffusionLM` with a head, or one under `lora_head`; no tensor of it is sharded yet.
+        model: a model with a head, possibly wrapped by `lora_head`. Its weights must not be sharded yet.
+
+    Returns:
+        `base_model`, `base_revision` and `base_hash`; under LoRA also `frozen_layers_hash`, a hash of the frozen
+        layers that the adapter adds to.
     """
     bare = without_peft(model)
-    base_model, base_revision = base_of(bare, commit=vars(bare.config).get("_commit_hash"))
-    note = {"base_model": base_model, "base_revision": base_revision, "base_hash": backbone_hash(bare)}
+    base_model, base_revision = base_of(bare, commit=getattr(bare.config, "_commit_hash", None))
+    identity = {"base_model": base_model, "base_revision": base_revision, "base_hash": backbone_hash(bare)}
     if isinstance(model, PeftModel):
-        note["frozen_layers_hash"] = frozen_layers_hash(bare)
-    return note
+        identity["frozen_layers_hash"] = frozen_layers_hash(bare)
+    return identity
 
 
-def save_head(model, folder, note: dict | None = None, write: bool = True) -> Path:
-    """Write the head alone, with the id, the revision and a hash of the backbone it belongs to.
+def save_head(
+    model: MRPForDiffusionLM | PeftModel,
+    folder: str | Path,
+    identity: dict[str, str | None] | None = None,
+    write: bool = True,
+) -> Path:
+    """Write the head alone, together with the id, the revision and a hash of the backbone it belongs to.
+
+    If FSDP2 has sharded the model, every rank must call this.
 
     Args:
-        model: an `MRPForDiffusionLM` with a head, or one under `lora_head`, of which the adapter is written. Where
-            FSDP2 has sharded it, every rank must call this.
-        folder: is made when missing; gets `mrp_head.safetensors` (or the files of `peft`) and `mrp_head_config.json`.
-        note: `backbone_note(model)` of before the model was sharded.
-        write: False on ranks that only give their part.
+        model: a model with a head. If it is wrapped by `lora_head`, the adapter is written.
+        folder: folder to write to, created if missing. It receives `mrp_head_config.json` and `mrp_head.safetensors`
+            (under LoRA the files of `peft`).
+        identity: `backbone_identity(model)`, computed before the model was sharded; None computes it now.
+        write: False on ranks that only contribute their shards.
+
+    Returns:
+        The folder.
 
     Raises:
-        ValueError: when the model has no head.
+        ValueError: if the model has no head.
     """
     if without_peft(model).mrp_head is None:
         raise ValueError("the model has no head to save (num_mrp_layers is 0)")
     folder = Path(folder)
-    config = backbone_note(model) if note is None else dict(note)
-    for name in (*HEAD_KIND, *BLOCKS, "trained_acceptance"):
-        config[name] = vars(model.config)[name]
-    adapted = isinstance(model, PeftModel)
+    config = backbone_identity(model) if identity is None else dict(identity)
+    config |= {name: getattr(model.config, name) for name in (*SHARED_CONFIG, "trained_acceptance")}
     state = {name: tensor for name, tensor in model.state_dict().items() if "mrp_head." in name}
-    state = whole_state(state, keep=write)
+    state = whole_state(state, keep=write)  # on every rank, whether it writes or not
     if not write:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    if adapted:
+    if isinstance(model, PeftModel):
         model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
     else:
         state = {name.removeprefix("mrp_head."): tensor for name, tensor in state.items()}
@@ -67,27 +80,33 @@ def save_head(model, folder, note: dict | None = None, write: bool = True) -> Pa
     return folder
 
 
-def load_head(model, folder, note: dict | None = None):
-    """Load a head written by `save_head` into a model, in place; returns the model.
+def load_head(
+    model: MRPForDiffusionLM | PeftModel, folder: str | Path, identity: dict[str, str | None] | None = None
+) -> MRPForDiffusionLM | PeftModel:
+    """Load a head written by `save_head` into a model, in place.
 
-    A LoRA adapter of a head is merged, unless the model is under `lora_head` itself: that one goes on training it.
+    A LoRA adapter is merged into the head's layers, unless the model is itself wrapped by `lora_head`: then it is
+    loaded as the adapter, to be trained further.
 
     Args:
-        model: an `MRPForDiffusionLM` over the same backbone, with a head of as many layers; or one under `lora_head`.
-        folder: a folder or a Hub id.
-        note: `backbone_note(model)` of before the model was sharded.
+        model: a model over the same backbone, with a head of as many layers, possibly wrapped by `lora_head`.
+        folder: a local folder or a Hub id.
+        identity: `backbone_identity(model)`, computed before the model was sharded; None computes it now.
+
+    Returns:
+        The model.
 
     Raises:
-        ValueError: when the head belongs to another backbone, has other layers, or does not hold every tensor.
+        ValueError: if the head belongs to another backbone, has other layers, or lacks a tensor.
     """
     folder = fetch(folder)[0]
     config = read_head_config(folder)
-    note = backbone_note(model) if note is None else note
-    _check_base(without_peft(model), folder, config, note)
+    identity = backbone_identity(model) if identity is None else identity
+    _check_base(without_peft(model), folder, config, identity)
     if "frozen_layers_hash" in config:
-        _load_adapter(model, folder, config, note)
+        _load_adapter(model, folder, config, identity)
     elif isinstance(model, PeftModel):
-        raise ValueError(f"the head in {folder} is no LoRA adapter: load it into a model without lora_head")
+        raise ValueError(f"the head in {folder} is not a LoRA adapter: load it into a model without lora_head")
     else:
         model.mrp_head.load_state_dict(_read_tensors(folder / HEAD_WEIGHTS, model.mrp_head.state_dict()))
     bare = without_peft(model)
@@ -95,19 +114,19 @@ def load_head(model, folder, note: dict | None = None):
     return model
 
 
-def _load_adapter(model, folder: Path, config: dict, note: dict):
-    """Into the model's own adapter, or merged into the head's layers."""
+def _load_adapter(model, folder: Path, config: dict, identity: dict):
+    """Load an adapter into the model's own, or merge it into the head's layers if the model has none."""
     bare = without_peft(model)
     merge = not isinstance(model, PeftModel)
     if merge:
         check_no_live_adapter(bare)
-        if is_fresh(bare):
+        if is_fresh(bare):  # adapters are trained over copies of the backbone's layers, see `lora_head`
             bare.copy_backbone_layers_to_head()
-    layers_hash = frozen_layers_hash(bare) if merge else note["frozen_layers_hash"]
+    layers_hash = frozen_layers_hash(bare) if merge else identity["frozen_layers_hash"]
     if layers_hash != config["frozen_layers_hash"]:
         raise ValueError(
-            f"the adapter in {folder} was trained over other layers than those of the model's head: load the "
-            "checkpoint it was trained on as it was loaded then (head_init='backbone_layers' for a new head)"
+            f"the adapter in {folder} was trained over other layers than those of the model's head: reload its "
+            "original checkpoint with the same head_init ('backbone_layers' for a new head)"
         )
     lora = LoraConfig.from_pretrained(folder)
     if not merge:
@@ -117,46 +136,53 @@ def _load_adapter(model, folder: Path, config: dict, note: dict):
         expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         set_peft_model_state_dict(adapted, _read_tensors(folder / ADAPTER_WEIGHTS, expected))
     finally:
-        if merge:
+        if merge:  # also after an error: leave the caller a model without a half-loaded adapter
             adapted.merge_and_unload()
             forget_adapter(bare)
             bare.mrp_head.requires_grad_(True)
 
 
 def _check_lora(own: LoraConfig, stored: LoraConfig, folder: Path):
-    for name, option in (("r", "lora_rank"), ("lora_alpha", "lora_alpha")):
-        if vars(own)[name] != vars(stored)[name]:
+    for option, ours, theirs in (
+        ("lora_rank", own.r, stored.r),
+        ("lora_alpha", own.lora_alpha, stored.lora_alpha),
+    ):
+        if ours != theirs:
             raise ValueError(
-                f"the adapter in {folder} was trained with {option}={vars(stored)[name]} and the model's has "
-                f"{vars(own)[name]}: set {option} to {vars(stored)[name]}"
+                f"the adapter in {folder} was trained with {option}={theirs}, but the model's has {ours}: set "
+                f"{option} to {theirs}"
             )
 
 
-def _check_base(model, folder: Path, config: dict, note: dict):
-    for name in (*HEAD_KIND, *BLOCKS):
-        own = vars(model.config)[name]
+def _check_base(model, folder: Path, config: dict, identity: dict):
+    for name in SHARED_CONFIG:
+        own = getattr(model.config, name)
         if own != config.get(name, own):
             raise ValueError(
-                f"the head in {folder} was trained with {name}={config[name]} and the model has {own}: build the "
+                f"the head in {folder} was trained with {name}={config[name]} and the model has {own}: load the "
                 f"model with {name}={config[name]}"
             )
-    if note["base_hash"] != config["base_hash"]:
+    if identity["base_hash"] != config["base_hash"]:
         raise ValueError(
-            f"the head in {folder} was trained on {config['base_model']} (revision {config['base_revision']}), "
-            f"whose weights differ from those of {note['base_model']}: load it onto the backbone it belongs to"
+            f"the head in {folder} was trained on {config['base_model']} (revision {config['base_revision']}), whose "
+            f"weights differ from those of {identity['base_model']}: load it onto the backbone it belongs to"
         )
 
 
-def read_head_config(folder: Path) -> dict:
-    """What `save_head` noted of a head; one that does not say otherwise is residual."""
+def read_head_config(folder: str | Path) -> dict:
+    """Read what `save_head` recorded about a head. Heads saved without `mrp_residual` are residual.
+
+    Raises:
+        ValueError: if the folder holds no head.
+    """
     path = Path(folder) / HEAD_CONFIG
     if not path.exists():
         raise ValueError(f"{folder} holds no head: {HEAD_CONFIG} is missing")
     return {"mrp_residual": True} | json.loads(path.read_text(encoding="utf-8"))
 
 
-def _read_tensors(path: Path, expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a file, which must be those that are expected; sharded where those are."""
+def _read_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Read the tensors of a file, check them against `expected`, and shard them in the same way."""
     found = {name: tuple(shape) for name, _, shape in tensor_index(path)}
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     missing, left_over = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())

@@ -1,9 +1,11 @@
-"""LoRA by `peft`: over the layers of the head, and backbones that are LoRA fine-tunes themselves."""
+"""LoRA with `peft`: adapters on the layers of the head, and backbones that are LoRA fine-tunes themselves."""
 
 import copy
 import hashlib
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -13,29 +15,29 @@ from torch import Tensor, nn
 
 from modeling_mrp import MRPForDiffusionLM
 
-TARGETS = r"mrp_head\.layers\.\d+\..*_proj"  # every linear map of the head's layers, none of the backbone's
+TARGETS = r"mrp_head\.layers\.\d+\..*_proj"  # the linear maps of the head's layers, and none of the backbone's
 
 
 def lora_head(model: MRPForDiffusionLM, rank: int, *, alpha: float | None = None, dropout: float = 0.0) -> PeftModel:
-    """Put LoRA over the linear maps of the head's layers; `eh_proj` and the norms of the head train in full.
+    """Add LoRA to the linear maps of the head's layers; `eh_proj` and the norms of the head are trained in full.
 
-    An adapter holds what was trained and nothing else, so the layers must come back by themselves when it is loaded:
-    they are copies of the backbone's last layers (`from_backbone(..., head_init="backbone_layers")`) or belong to the
+    An adapter holds only what was trained, so it must be possible to rebuild the layers under it when it is loaded:
+    they are copies of the backbone's last layers (`from_backbone(..., head_init="backbone_layers")`), or those of the
     checkpoint that the model was loaded from.
 
     Args:
-        model: an `MRPForDiffusionLM` with a head; is changed in place.
-        rank: of the low-rank updates, from 1 to the hidden size.
-        alpha: updates are scaled by alpha / rank; default 2 * rank.
-        dropout: on the input of the updates, from 0 to below 1.
+        model: a model with a head; it is changed in place.
+        rank: rank of the updates, from 1 to the hidden size.
+        alpha: updates are scaled by alpha / rank; None means 2 * rank.
+        dropout: dropout on the input of the updates, at least 0 and below 1.
 
     Returns:
-        A model that `MRPTrainer` trains, `save_head` saves, `PeftModel.from_pretrained` or `load_head` loads and
-        `merge_and_unload` turns into an `MRPForDiffusionLM` again.
+        A `PeftModel`. `MRPTrainer` trains it, `save_head` saves it, `PeftModel.from_pretrained` or `load_head` loads
+        it, and `merge_and_unload` turns it back into an `MRPForDiffusionLM`.
 
     Raises:
-        ValueError: for an option out of its range, a model without a head, a new head of random layers, or a backbone
-            with a live adapter.
+        ValueError: if an option is out of its range, the model has no head, the head is new with random layers, or
+            the backbone has a live adapter.
     """
     if model.mrp_head is None:
         raise ValueError("the model has no head to adapt (num_mrp_layers is 0): load it with num_mrp_layers=1 or more")
@@ -50,8 +52,8 @@ def lora_head(model: MRPForDiffusionLM, rank: int, *, alpha: float | None = None
     check_no_live_adapter(model)
     if is_fresh(model) and not _layers_are_copies(model):
         raise ValueError(
-            "head_init must be 'backbone_layers' under LoRA: a new head of random layers could not be built again "
-            "from its adapter"
+            "LoRA requires head_init='backbone_layers' for a new head: random layers could not be rebuilt from the "
+            "adapter alone"
         )
     linear = {
         name for name, module in model.mrp_head.layers.named_modules(prefix="layers") if type(module) is nn.Linear
@@ -67,32 +69,38 @@ def lora_head(model: MRPForDiffusionLM, rank: int, *, alpha: float | None = None
     return get_peft_model(model, config)
 
 
-def apply_backbone_adapter(model: MRPForDiffusionLM, adapter, *, merge: bool = True, **kwargs) -> MRPForDiffusionLM:
-    """Make a LoRA fine-tune of the backbone the frozen base of the head, in place; returns the model.
+def apply_backbone_adapter(
+    model: MRPForDiffusionLM, adapter: str | Path, *, merge: bool = True, **kwargs: Any
+) -> MRPForDiffusionLM:
+    """Apply a LoRA fine-tune to the backbone, in place.
 
-    A head that started as copies of the backbone's layers keeps the copies it has: call
-    `model.copy_backbone_layers_to_head()` for those of the fine-tune.
+    A head whose layers are copies of the backbone's keeps the old copies; call `model.copy_backbone_layers_to_head()`
+    to copy those of the fine-tune.
 
     Args:
-        model: over the backbone that was fine-tuned, with or without a head.
-        adapter: a folder or a Hub id that `peft` wrote.
-        merge: add the adapter to the weights; else it stays beside them, and `save_pretrained` is of no use until it
-            is merged.
-        kwargs: of `PeftModel.from_pretrained` (revision, token, ...).
+        model: a model over the backbone that was fine-tuned, with or without a head.
+        adapter: a folder or a Hub id written by `peft`.
+        merge: add the adapter to the weights. If False, it stays separate, and the model cannot be saved with
+            `save_pretrained` until it is merged.
+        **kwargs: arguments of `PeftModel.from_pretrained` (revision, token, ...).
+
+    Returns:
+        The model.
 
     Raises:
-        ValueError: for an adapter that does not fit the backbone, or that cannot stay beside it: one that changes
-            `lm_head` or holds whole modules. The model is of no use then.
+        ValueError: if the adapter does not fit the backbone; or if it cannot stay separate, because it changes
+            `lm_head` or holds whole modules. The model must be discarded then.
     """
     check_no_live_adapter(model)
-    # An adapter names its targets by their last words, which the head's layers have in common with the backbone's.
+    # peft matches targets by the end of their names, and the head's layers have the same names as the backbone's:
+    # take the head out while the adapter is applied.
     head, model.mrp_head = model.mrp_head, None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             adapted = PeftModel.from_pretrained(model, adapter, **kwargs)
         if not merge:
-            _check_can_stay_beside(adapted, adapter)
+            _check_can_stay_separate(adapted, adapter)
         else:
             adapted.merge_and_unload()
             forget_adapter(model)
@@ -104,37 +112,39 @@ def apply_backbone_adapter(model: MRPForDiffusionLM, adapter, *, merge: bool = T
     return model
 
 
-def without_peft(model) -> MRPForDiffusionLM:
-    """The model inside a `PeftModel`, or the model itself."""
+def without_peft(model: MRPForDiffusionLM | PeftModel) -> MRPForDiffusionLM:
+    """Return the model inside a `PeftModel`, or the model itself."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def is_fresh(model: MRPForDiffusionLM) -> bool:
-    """Whether the head's last norm is that of a new one, which no training leaves."""
+    """Return whether the head is untrained: its last norm still has its initial value, which training changes."""
     return bool((model.mrp_head.norm.weight == model.initial_head_norm).all())
 
 
-def check_no_live_adapter(model: MRPForDiffusionLM):
-    """Refuse a model some of whose modules are wrapped by peft already.
+def check_no_live_adapter(model: MRPForDiffusionLM) -> None:
+    """Check that peft has not wrapped any of the model's modules.
 
     Raises:
-        ValueError: naming the first one.
+        ValueError: naming the first module that is wrapped.
     """
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
-            raise ValueError(f"{name} has a live adapter already, and only one can be told apart: merge it first")
+            raise ValueError(f"{name} already has a live adapter, and only one is supported: merge it first")
 
 
-def forget_adapter(model: MRPForDiffusionLM):
-    """After a merge: peft would warn of a second adapter where there is none."""
-    vars(model).pop("peft_config", None)
+def forget_adapter(model: MRPForDiffusionLM) -> None:
+    """Remove what peft leaves on a model after a merge, and would take for a second adapter later."""
+    if hasattr(model, "peft_config"):
+        del model.peft_config
 
 
 def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a model's state in the order of the names, as if live adapters were merged.
+    """Yield (name, tensor) of a model's state in the order of the names, as if live adapters were merged.
 
     At most one weight is copied at a time.
     """
+    # `owner` maps each name of the merged state to the wrapped module it comes from, or to None.
     wrapped = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     state = model.state_dict()
     owner = {name: None for name in state if not any(name.startswith(f"{prefix}.") for prefix in wrapped)}
@@ -153,7 +163,7 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def frozen_layers_hash(model: MRPForDiffusionLM) -> str:
-    """Hash of the frozen weights under a head's LoRA, or of those that would lie under it; as bfloat16."""
+    """Return a hash of the head's linear maps without their LoRA updates, with values rounded to bfloat16."""
     digest = hashlib.sha256()
     for name, module in sorted(model.mrp_head.layers.named_modules()):
         module = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
@@ -170,10 +180,12 @@ def _layers_are_copies(model: MRPForDiffusionLM) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(a, b.to(a.dtype)) for a, b in pairs)
 
 
-def _check_can_stay_beside(adapted: PeftModel, adapter):
+def _check_can_stay_separate(adapted: PeftModel, adapter: str | Path):
     model = adapted.get_base_model()
-    whole = [name for name, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+    changed = [name for name, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)]
     if isinstance(model.lm_head, BaseTunerLayer):
-        whole.append("lm_head")  # the loss reads its weight
-    if whole:
-        raise ValueError(f"the adapter {adapter} changes {whole[0]}, which merge=False does not allow: use merge=True")
+        changed.append("lm_head")  # the loss reads lm_head.weight directly
+    if changed:
+        raise ValueError(
+            f"the adapter {adapter} changes {changed[0]}, which merge=False does not allow: use merge=True"
+        )

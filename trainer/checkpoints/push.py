@@ -1,4 +1,4 @@
-"""Upload of a folder to the Hub in one commit, after a check that others can load it."""
+"""Uploads a folder to the Hub in one commit, after checking that others can load it."""
 
 import json
 import re
@@ -10,11 +10,11 @@ from .head_files import ADAPTER_WEIGHTS, HEAD_CONFIG, HEAD_WEIGHTS
 from .weight_files import tensor_index, weight_files
 
 
-def check_folder(folder) -> None:
-    """Refuse a folder that others could not load: incomplete weights or code, or no checkpoint of ours at all.
+def check_uploadable(folder: str | Path) -> None:
+    """Check that a folder holds a complete checkpoint or head of this package.
 
     Raises:
-        ValueError: naming what is wrong.
+        ValueError: if weights or code are missing or damaged, or the folder holds neither.
     """
     folder = Path(folder)
     if (folder / HEAD_CONFIG).exists():
@@ -36,7 +36,7 @@ def check_folder(folder) -> None:
 
 
 def _code_files(folder: Path, config: dict) -> set[str]:
-    """The code that `auto_map` names and all that it imports from beside it."""
+    """Return the code files that `auto_map` names and all files that they import from the same folder."""
     if not config.get("auto_map"):
         raise ValueError(f"{folder}/config.json has no auto_map: run `mrp convert` on it first")
     files, unread = set(), {f"{target.split('.')[0]}.py" for target in config["auto_map"].values()}
@@ -50,7 +50,7 @@ def _code_files(folder: Path, config: dict) -> set[str]:
 
 
 def push(
-    folder,
+    folder: str | Path,
     repo_id: str,
     *,
     private: bool = False,
@@ -58,22 +58,27 @@ def push(
     token: str | None = None,
     message: str = "Upload the checkpoint",
 ) -> str:
-    """Upload a folder in one commit and return the commit's URL.
+    """Upload a folder in one commit.
 
-    The commit replaces weights and code that the folder no longer has. When anything fails on the way the repository
-    stays as it was.
+    The commit also deletes weights and code of the repository that the folder does not have. If the upload fails, the
+    repository stays as it was.
 
     Args:
-        folder: written by `convert`, `save_pretrained` or `save_head`.
-        repo_id: "owner/name", made when missing.
-        private: for a repository that is made.
-        revision: branch, default the main one.
+        folder: a folder written by `convert`, `save_pretrained` or `save_head`.
+        repo_id: "owner/name" of the repository, created if missing.
+        private: whether a repository that is created is private.
+        revision: branch to commit to; None means the main branch.
+        token: access token; None uses the one that is stored on this machine.
+        message: commit message.
+
+    Returns:
+        The commit's URL.
 
     Raises:
-        ValueError: when the folder is incomplete.
-        OSError: when the Hub refuses.
+        ValueError: if the folder is incomplete.
+        OSError: if the Hub refuses the upload.
     """
-    check_folder(folder)
+    check_uploadable(folder)
     api = HfApi(token=token)
     api.create_repo(repo_id, private=private, exist_ok=True)
     commit = api.upload_folder(

@@ -1,8 +1,10 @@
-"""Which checkpoint a run can go on from, bit for bit."""
+"""Which checkpoints a run can resume from, bit for bit."""
 
 import json
 from pathlib import Path
+from typing import Any
 
+from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import logging
@@ -14,18 +16,21 @@ logger = logging.get_logger(__name__)
 RUN_FILE = "mrp_run.json"
 
 
-def last_checkpoint(folder) -> str | None:
-    """The newest checkpoint in a folder that holds everything; newer ones that a kill cut short are named."""
+def last_checkpoint(folder: str | Path) -> str | None:
+    """Return the newest complete checkpoint in a folder, or None. Incomplete ones are skipped with a warning."""
     for path in reversed(sort_checkpoints(folder)):
         missing = missing_files(path)
         if not missing:
             return path
-        logger.warning("%s is incomplete and passed over: it lacks %s", path, ", ".join(missing))
+        logger.warning("%s is incomplete and skipped: it lacks %s", path, ", ".join(missing))
     return None
 
 
-def missing_files(checkpoint) -> list[str]:
-    """What a checkpoint lacks to be resumed. The trainer's state is written last: it vouches for the others."""
+def missing_files(checkpoint: str | Path) -> list[str]:
+    """Return the names of the files that a checkpoint lacks.
+
+    The trainer's state is written last, so a checkpoint in which it can be read has its other files whole.
+    """
     folder = Path(checkpoint)
     weights = ADAPTER_WEIGHTS if (folder / ADAPTER_WEIGHTS).exists() else HEAD_WEIGHTS
     needed = (weights, HEAD_CONFIG, RUN_FILE, OPTIMIZER_NAME, SCHEDULER_NAME)
@@ -39,12 +44,14 @@ def missing_files(checkpoint) -> list[str]:
     return missing
 
 
-def run_settings(args, dataset_rows: int | None) -> dict:
-    """What a run must keep, by the words of an error message, or it loses its place in the data or its optimizer.
+def run_settings(args: TrainingArguments, dataset_rows: int | None) -> dict[str, Any]:
+    """Return the settings that must not change when a run is resumed, under names that fit an error message.
+
+    With others a run would continue at another place in its data, or with another optimizer.
 
     Args:
-        args: `MRPTrainingArguments`.
-        dataset_rows: of the training data; None for a stream.
+        args: the training arguments (`MRPTrainingArguments`).
+        dataset_rows: number of rows of the training data; None for a stream.
     """
     rows_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     return {
@@ -56,14 +63,21 @@ def run_settings(args, dataset_rows: int | None) -> dict:
     }
 
 
-def check_resumable(checkpoint, settings: dict) -> None:
-    """Refuse a checkpoint that is incomplete or of a run with other settings.
+def check_resumable(checkpoint: str | Path, settings: dict[str, Any]) -> None:
+    """Check that a checkpoint is complete and of a run with the same settings.
+
+    Args:
+        checkpoint: the checkpoint's folder.
+        settings: `run_settings` of the run that is to resume from it.
 
     Raises:
-        ValueError: naming what is missing, or what has changed from what to what.
+        ValueError: naming the missing files, or the settings that have changed.
     """
     missing = missing_files(checkpoint)
-    remedy = f"resume from another checkpoint, or start in another output_dir from its head, head: {checkpoint}"
+    remedy = (
+        f"resume from another checkpoint, or start a new run from its head with head: {checkpoint} and another "
+        "output_dir"
+    )
     if missing:
         raise ValueError(f"resume_from_checkpoint: {checkpoint} lacks {', '.join(missing)}: {remedy}")
     stored = json.loads((Path(checkpoint) / RUN_FILE).read_text(encoding="utf-8"))
@@ -74,6 +88,6 @@ def check_resumable(checkpoint, settings: dict) -> None:
     ]
     if changed:
         raise ValueError(
-            f"resume_from_checkpoint: {checkpoint} is of a run with other settings: {'; '.join(changed)}. Set them as "
-            f"they were, {remedy}"
+            f"resume_from_checkpoint: {checkpoint} belongs to a run with other settings: {'; '.join(changed)}. "
+            f"Restore them, {remedy}"
         )

@@ -1,4 +1,6 @@
-"""Whole tensors of a model and an optimizer that FSDP2 has sharded, and back; what is not sharded passes unchanged."""
+"""Gathers tensors that FSDP2 has sharded, and shards whole ones. Tensors that are not sharded pass unchanged."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -6,16 +8,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor, on its own device. Every rank must call it."""
+    """Return the whole tensor, on its own device. Every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_state(state, keep: bool = True):
-    """A state dict with its tensors whole and on the CPU. Every rank must call it.
+def whole_state(state: Any, keep: bool = True) -> Any:
+    """Return a state dict with its tensors whole and on the CPU. Every rank must call this.
 
     Args:
         state: nested dicts and lists of tensors and other values.
-        keep: False on ranks that only take part: nothing is returned there, and never more than one tensor held.
+        keep: False on ranks that only contribute their shards. They return None and hold one whole tensor at a time.
     """
     if isinstance(state, dict):
         parts = {name: whole_state(value, keep) for name, value in state.items()}
@@ -30,14 +32,17 @@ def whole_state(state, keep: bool = True):
 
 
 def sharded_like(tensor: Tensor, target: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, sharded as `target` is. Every rank must call it."""
+    """Return this rank's shard of a whole tensor, sharded in the way of `target`. Every rank must call this."""
     if not isinstance(target, DTensor) or isinstance(tensor, DTensor):
         return tensor
     return distribute_tensor(tensor, target.device_mesh, target.placements)
 
 
-def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict) -> dict:
-    """A pre-hook of `load_state_dict`: shards the moments in a whole state dict as their parameters are."""
+def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Shard the moments of a whole state dict in the way of their parameters.
+
+    A pre-hook for `Optimizer.register_load_state_dict_pre_hook`.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = {}
     for index, values in state["state"].items():
@@ -49,5 +54,5 @@ def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict) -> dict
     return {**state, "state": sharded}
 
 
-def _is_moment(value, parameter: Tensor) -> bool:
+def _is_moment(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape

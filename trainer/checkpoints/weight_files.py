@@ -1,4 +1,4 @@
-"""Weight files and where they come from: folders and Hub ids, safetensors headers, the backbone's identity."""
+"""Weight files: fetching them, reading safetensors headers, and hashing a backbone's weights."""
 
 import hashlib
 import json
@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 import hub_cards
+from modeling_mrp import MRPForDiffusionLM
 
 from .lora import merged_tensors
 
@@ -19,7 +20,7 @@ logger = logging.get_logger(__name__)
 EMBEDDED = Path(hub_cards.__file__).parent
 READ_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-SAMPLES = 64  # values of each tensor that enter the hash of a backbone
+SAMPLES = 64  # number of values of each tensor that enter the hash of a backbone
 
 
 def fetch(source, revision: str | None = None) -> tuple[Path, str | None]:
@@ -43,11 +44,11 @@ def fetch(source, revision: str | None = None) -> tuple[Path, str | None]:
     return folder, folder.name
 
 
-def weight_files(folder) -> list[Path]:
-    """The safetensors files of a checkpoint: the shards of its index, or `model.safetensors`.
+def weight_files(folder: str | Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint: the shards that its index lists, or `model.safetensors`.
 
     Raises:
-        ValueError: naming the files that are not there.
+        ValueError: naming the files that are missing.
     """
     index = Path(folder) / "model.safetensors.index.json"
     names = {"model.safetensors"}
@@ -59,11 +60,11 @@ def weight_files(folder) -> list[Path]:
     return [Path(folder) / name for name in sorted(names)]
 
 
-def weights_dtype(folder) -> torch.dtype:
-    """The floating dtype that most values of a folder's safetensors have.
+def weights_dtype(folder: str | Path) -> torch.dtype:
+    """Return the dtype of most values in a checkpoint's safetensors files.
 
     Raises:
-        ValueError: when there are no readable floating-point safetensors.
+        ValueError: if a file is missing, cannot be read, or has a tensor that is not floating-point.
     """
     values: Counter = Counter()
     for path in weight_files(folder):
@@ -74,15 +75,16 @@ def weights_dtype(folder) -> torch.dtype:
         raise ValueError(f"{folder} has tensors of dtype {', '.join(unknown)}, expected one of {', '.join(DTYPES)}")
     dtype = max(values, key=lambda key: values[key])
     if len(values) > 1:
-        logger.warning("tensors of several dtypes (%s): all are written as %s", ", ".join(sorted(values)), dtype)
+        found = ", ".join(sorted(values))
+        logger.warning("the checkpoint has tensors of several dtypes (%s); all are written as %s", found, dtype)
     return DTYPES[dtype]
 
 
-def tensor_index(path) -> list[tuple[str, str, list[int]]]:
-    """(name, dtype, shape) of every tensor of a safetensors file; reads the header only.
+def tensor_index(path: str | Path) -> list[tuple[str, str, list[int]]]:
+    """Return (name, dtype, shape) of every tensor in a safetensors file, reading its header only.
 
     Raises:
-        ValueError: when the file is damaged or cut short.
+        ValueError: if the file is damaged or cut short.
     """
     try:
         with safe_open(path, framework="pt") as tensors:
@@ -92,25 +94,32 @@ def tensor_index(path) -> list[tuple[str, str, list[int]]]:
         raise ValueError(f"{path} cannot be read ({error}): it is damaged or cut short") from error
 
 
-def base_of(model, source=None, commit: str | None = None) -> tuple[str, str | None]:
-    """Id and revision of the backbone that a model was made from, as far as they are known.
+def base_of(
+    model: MRPForDiffusionLM, source: str | Path | None = None, commit: str | None = None
+) -> tuple[str, str | None]:
+    """Return id and revision of the backbone's checkpoint, as far as they are known.
 
-    A converted checkpoint remembers where it came from. A folder counts by its name: where it lies is nobody else's
-    business.
+    A converted checkpoint has them in its config. For a local folder only its name is returned, since the path would
+    be published with the head.
+
+    Args:
+        model: the model.
+        source: what it was loaded from; None means `name_or_path` of its config.
+        commit: revision of a source on the Hub.
     """
-    values = model.config.to_dict()
-    if values.get("base_model"):
-        return values["base_model"], values.get("base_revision")
+    recorded = getattr(model.config, "base_model", None)
+    if recorded:
+        return recorded, getattr(model.config, "base_revision", None)
     source = str(source if source is not None else model.config.name_or_path)
     return (Path(source).resolve().name, None) if Path(source).is_dir() else (source, commit)
 
 
 @torch.no_grad()
-def backbone_hash(model) -> str:
-    """Hash of the backbone's weight index: name and shape of every tensor with a sample of its values.
+def backbone_hash(model: MRPForDiffusionLM) -> str:
+    """Return a hash of the backbone: name and shape of every tensor, and a sample of its values.
 
-    The values are taken as bfloat16, so that the hash does not depend on the dtype a backbone was loaded in. A live
-    LoRA adapter counts as if it were merged.
+    Values are rounded to bfloat16 first, so that the hash does not depend on the dtype in which the backbone was
+    loaded. A live LoRA adapter is hashed as if it were merged.
     """
     digest = hashlib.sha256()
     for name, tensor in merged_tensors(model):

@@ -1,40 +1,49 @@
-"""Conversations: rendered by the tokenizer's template and cut into what the assistant says and the rest."""
+"""Conversations: rendered by the tokenizer's chat template, and cut into what the assistant says and the rest."""
 
 import json
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 
 def chat_samples(
-    messages: list[dict], tokenizer, *, first: int = 0, tools: list | None = None
+    messages: list[dict], tokenizer: PreTrainedTokenizerBase, *, first: int = 0, tools: list | None = None
 ) -> list[list[tuple[str, bool]]]:
-    """Cut a conversation into (text, supervised) pieces: supervised is what the assistant says, its end included.
+    """Cut a conversation into samples of (text, supervised) pieces.
 
-    A template that shows earlier turns differently later on (without their reasoning, say) gives one sample for each
-    rendering, so that every answer is trained behind the very text that it will see in use.
+    Supervised are the assistant's turns, including their end marks. Some templates render earlier turns differently
+    once the conversation goes on (without their reasoning, say). Such a conversation gives one sample per rendering,
+    so that every answer is trained after exactly the text that it follows in use.
 
     Args:
-        messages: with `role` and `content`, and what else the template reads.
-        tokenizer: with a chat template.
-        first: the turn from which on answers are supervised; turn 0 never is, as no prompt stands before it.
-        tools: descriptions for the template.
+        messages: the turns, with `role`, `content` and whatever else the template reads.
+        tokenizer: a tokenizer with a chat template.
+        first: first turn whose answer is supervised. Turn 0 never is, because it has no prompt.
+        tools: descriptions of tools for the template.
+
+    Returns:
+        The samples; joining the texts of a sample gives the rendered conversation.
 
     Raises:
-        ValueError: when the template's prompt is not how its own answer begins.
+        ValueError: if the template renders an answer that does not begin with its generation prompt.
     """
 
     def render(upto: int, **options) -> str:
         return tokenizer.apply_chat_template(messages[:upto], tools=tools, tokenize=False, **options)
 
-    samples, written = [], None
+    samples = []
+    written = None  # the text of the current sample so far
     for turn, message in enumerate(messages):
         if message["role"] != "assistant" or turn < max(first, 1):
             continue
         prompt, full = render(turn, add_generation_prompt=True), render(turn + 1)
         if not full.startswith(prompt):
             raise ValueError(
-                "the chat template writes an answer that does not begin with its generation prompt "
-                f"({prompt[-40:]!r}): assistant turns cannot be told apart, use another template or prompt/completion"
+                "the chat template renders an answer that does not begin with its generation prompt "
+                f"({prompt[-40:]!r}), so the assistant's turns cannot be located: use another template, or data with "
+                "prompt and completion"
             )
-        if written is None or not prompt.startswith(written):
+        if written is None or not prompt.startswith(written):  # the template has changed earlier turns
             samples.append([])
             written = ""
         samples[-1] += [(prompt[len(written) :], False), (full[len(prompt) :], True)]
@@ -43,10 +52,10 @@ def chat_samples(
 
 
 def tools_of(row: dict) -> list | None:
-    """What stands in the column `tools` of a row, a list or JSON; None where there is nothing.
+    """Return the tools in a row's column `tools`, which holds a list or JSON; None if there are none.
 
     Raises:
-        ValueError: for a string that is no JSON.
+        ValueError: if the column holds a string that is not valid JSON.
     """
     tools = row.get("tools") or None
     if not isinstance(tools, str):
@@ -57,8 +66,15 @@ def tools_of(row: dict) -> list | None:
         raise ValueError(f"column tools must hold lists or JSON, got {tools[:80]!r}") from error
 
 
-def without_nulls(value, keep: str | None = None):
-    """Drop the keys that Arrow invents: it gives all structs of a column the same keys, None where there were none."""
+def without_nulls(value: Any, keep: str | None = None) -> Any:
+    """Drop keys whose value is None from nested dicts and lists.
+
+    Arrow gives all structs of a column the same keys, and the value None where a row did not have a key.
+
+    Args:
+        value: dicts, lists and plain values.
+        keep: key of the outermost dict that is kept even if its value is None.
+    """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None or key == keep}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

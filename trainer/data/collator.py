@@ -1,8 +1,10 @@
-"""The collator: noises prepared rows (see data.py) and makes a batch of fixed shapes."""
+"""The collator: adds noise to prepared rows (see rows.py) and makes a batch of fixed shapes."""
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from .corruption import (
     draw_noise,
@@ -15,21 +17,24 @@ from .corruption import (
 )
 from .rows import ROW_COLUMNS, remedies
 
-IGNORED = -1  # segment and block of padding
+PADDING = -1  # segment and block id of padding
 
 
 @dataclass
 class MRPCollator:
-    """Noises prepared rows and makes a batch of fixed shapes.
+    """Masks tokens of prepared rows, draws the reveals, and makes a batch of fixed shapes.
 
     Args:
-        block_size, mask_token_id, pad_token_id: of the model.
-        steps: K, how many reveals follow one another.
-        sequence_length: L; None: the longest row of the batch, rounded up to whole blocks.
-        seed: the noise of a sample depends on (seed, sample id, epoch) alone.
-        reveal_counts: how many tokens a block reveals at a step; drawn when there are several.
-        noise_eps: the masking probability p lies in [eps, 1].
-        noise_per_block: one p for each block instead of one for each sample.
+        block_size: tokens per block of the model.
+        mask_token_id: id of the mask token.
+        steps: number of successive reveals K.
+        pad_token_id: id of the padding token.
+        sequence_length: tokens per row L; None means the longest row of the batch, rounded up to whole blocks.
+        seed: seed of the noise. The noise of a sample depends on (seed, sample id, epoch) alone.
+        reveal_counts: numbers of tokens that a block may reveal at a step; one of them is drawn for each block and
+            step.
+        noise_eps: lower end eps of the masking probability p, which lies in [eps, 1].
+        noise_per_block: draw p for each block instead of once for each sample.
     """
 
     block_size: int
@@ -41,35 +46,43 @@ class MRPCollator:
     reveal_counts: tuple[int, ...] = (1,)
     noise_eps: float = 1e-3
     noise_per_block: bool = False
-    # Shared memory: workers that live through several epochs see the change too.
-    _epoch: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long).share_memory_(), repr=False)
+    # In shared memory, so that data loader workers that live through several epochs see it change.
+    _epoch: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long).share_memory_(), repr=False)
 
-    def set_epoch(self, epoch: int):
-        """Draw other noise from now on."""
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the noise of this epoch from now on."""
         self._epoch.fill_(epoch)
 
-    def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
-        """Batch of rows made by `prepare_dataset`; those of an `EndlessStream` bring their epoch.
+    def __call__(self, rows: list[dict]) -> dict[str, Tensor]:
+        """Make a batch of R rows.
+
+        Args:
+            rows: rows made by `prepare_dataset`. Rows of an `EndlessStream` also hold their epoch.
 
         Returns:
-            input_ids [R, L] (x_t), revealed_ids [R, K, L] (x_1..x_K), clean_ids [R, L], segment_ids [R, L] and
-            block_ids [R, L] (counted over the row, -1 = padding), loss_weight [R, K, L], normaliser [R, K],
-            reveal_step [R, L] and p_mask [R, L] (see corruption.py).
+            A dict of
+                input_ids [R, L]: the noisy ids x_t,
+                revealed_ids [R, K, L]: the states x_1..x_K after each reveal,
+                clean_ids [R, L]: the original ids,
+                segment_ids [R, L] and block_ids [R, L]: sample and block of each token, counted over the row, -1 for
+                    padding,
+                loss_weight [R, K, L] and normaliser [R, K]: see `loss_weights` and `loss_normaliser`,
+                reveal_step [R, L] and p_mask [R, L]: the noise they follow from, see corruption.py.
 
         Raises:
-            ValueError: for rows that were not prepared or are longer than `sequence_length`.
+            ValueError: if the rows were not prepared, or one is longer than `sequence_length`.
         """
         length = self._length(rows)
         shape = len(rows), length
         clean = torch.full(shape, self.pad_token_id)
-        segment, block = torch.full(shape, IGNORED), torch.full(shape, IGNORED)
+        segment, block = torch.full(shape, PADDING), torch.full(shape, PADDING)
         answer = torch.zeros(shape, dtype=torch.bool)
         reveal_step, p_mask = torch.zeros(shape, dtype=torch.long), torch.ones(shape)
         for r, row in enumerate(rows):
             used = len(row["input_ids"])
             clean[r, :used] = torch.as_tensor(row["input_ids"])
             answer[r, :used] = torch.as_tensor(row["answer_mask"]).bool()
-            start = first_block = 0
+            start = first_block = 0  # of the current sample
             for number, (size, sample) in enumerate(zip(row["lengths"], row["sample_ids"], strict=True)):
                 at = slice(start, start + size)
                 sample_block = torch.arange(size) // self.block_size
@@ -93,7 +106,10 @@ class MRPCollator:
             "p_mask": p_mask,
         }
 
-    def _corrupt(self, answer, block, rng, visited=None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _corrupt(
+        self, answer: Tensor, block: Tensor, rng: np.random.Generator, visited: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Draw reveal_step and p_mask of one sample, each [S]."""
         if visited is not None:
             return draw_visit(answer, block, visited, self.steps, rng)
         masked, p = draw_noise(answer, block, rng, eps=self.noise_eps, per_block=self.noise_per_block)
@@ -102,10 +118,10 @@ class MRPCollator:
     def _length(self, rows: list[dict]) -> int:
         missing = [column for column in ROW_COLUMNS if column not in rows[0]]
         if missing:
-            raise ValueError(f"rows lack {', '.join(missing)}: pass the data set through prepare_dataset first")
+            raise ValueError(f"the rows have no {', '.join(missing)}: pass the data set through prepare_dataset first")
         longest = max(len(row["input_ids"]) for row in rows)
         if self.sequence_length is None:
-            return -(-longest // self.block_size) * self.block_size
+            return -(-longest // self.block_size) * self.block_size  # rounded up
         if longest > self.sequence_length:
             raise ValueError(
                 f"a row of {longest} tokens does not fit into sequence_length={self.sequence_length}: "

@@ -1,9 +1,13 @@
-"""Text, chat and prompt-completion data: loading, tokenizing, and fitting into rows.
+"""Text, chat and prompt-completion data: loading, tokenizing, and fitting samples into rows.
 
-A prepared row holds one or more whole samples one after another:
-    input_ids [S], answer_mask [S] (1 = supervised), lengths [samples], sample_ids [samples] (keys of the noise)
-Rows of trajectories.py also hold
-    reveal_steps [S], when decoding revealed each token: their noise is a state that decoding visited
+A prepared row holds one or more samples one after another, in the columns
+    input_ids [S]           token ids
+    answer_mask [S]         1 for supervised tokens, else 0
+    lengths [samples]       tokens of each sample
+    sample_ids [samples]    number that, with seed and epoch, determines the noise of the sample
+Rows of `mrp trajectories` also have
+    reveal_steps [S]        the step at which decoding revealed each token: their noise is a state that decoding
+                            went through
 """
 
 import hashlib
@@ -11,10 +15,13 @@ import json
 import os
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, Value, load_dataset, load_from_disk
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
@@ -27,22 +34,25 @@ FEATURES = Features({column: [Value("int64")] for column in ROW_COLUMNS} | {"ans
 FORMATS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
 LONG_SAMPLES = ("split", "drop")
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-CACHE_VERSION = 2  # counted up when what a row holds changes
+CACHE_VERSION = 2  # increase it when the contents of rows change
 NUMBER_BITS = 10  # a sample id is row << 20 | sample within the row << 10 | piece of a split sample
 
+AnyDataset = Dataset | IterableDataset
 
-def load_source(source, *, name: str | None = None, split: str = "train", streaming: bool = False):
-    """A data set from a jsonl or parquet file, a folder, or a Hub id.
+
+def load_source(
+    source: str | os.PathLike, *, name: str | None = None, split: str = "train", streaming: bool = False
+) -> AnyDataset:
+    """Load a data set from a jsonl or parquet file, a folder, or the Hub.
 
     Args:
         source: a file, a folder of such files, a folder written by `save_to_disk`, or the id of a Hub data set.
         name: configuration of a Hub data set.
-        split: which split of it.
-        streaming: read as it is used instead of at once.
+        split: split to load.
+        streaming: read rows when they are used instead of all at once.
 
     Raises:
-        ValueError: for several sources, a file that is missing or of another kind, a split that is not there, or a
-            folder that cannot be streamed.
+        ValueError: if several sources are given, a file is missing or of another format, or there is no such split.
     """
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"expected one file, folder or Hub id, got {source!r}: put several files into one folder")
@@ -51,7 +61,8 @@ def load_source(source, *, name: str | None = None, split: str = "train", stream
         if path.suffix not in FILE_FORMATS:
             raise ValueError(f"data file {path} must end in one of {', '.join(FILE_FORMATS)}")
         return load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), split="train", streaming=streaming)
-    if path.suffix in FILE_FORMATS and not path.exists():  # no id looks so: nobody is to wait for the Hub's answer
+    if path.suffix in FILE_FORMATS and not path.exists():
+        # This cannot be a Hub id; fail without waiting for a timeout.
         raise ValueError(f"there is no data file {path}")
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         dataset = load_from_disk(str(path))
@@ -64,37 +75,37 @@ def load_source(source, *, name: str | None = None, split: str = "train", stream
 
 
 def prepare_dataset(
-    dataset,
-    tokenizer,
+    dataset: AnyDataset,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     sequence_length: int | None,
     packing: bool = True,
     long_samples: str = "split",
     append_eos: bool = True,
     num_proc: int | None = None,
-):
+) -> AnyDataset:
     """Tokenize a data set and fit its samples into rows of at most `sequence_length` tokens.
 
-    Supervised are: of chats (column `messages`) what the assistant says, of `prompt` and `completion` (text or
-    messages) the completion, of `text` everything. Samples with nothing to supervise are left out. The tools of a chat
-    may stand beside it in the column `tools`, as a list or JSON.
+    Three formats are known, by their columns. Of chats (`messages`) the assistant's turns are supervised, of `prompt`
+    and `completion` (text or messages) the completion, and of `text` everything. A chat may have tools in the column
+    `tools`, as a list or JSON. Samples with nothing to supervise are left out.
 
     Args:
-        dataset: a `Dataset` or `IterableDataset` with one of these formats; one that is prepared comes back as it
-            is, also one of `mrp trajectories`, except that "drop" drops its long rows.
-        tokenizer: with a chat template where there are chats.
-        sequence_length: None: 1024, and prepared rows of any length.
-        packing: put several samples into one row; nothing is cut to make them fit.
+        dataset: a data set in one of these formats. A prepared one, such as those of `mrp trajectories`, is returned
+            unchanged, except that `long_samples="drop"` drops its long rows.
+        tokenizer: the tokenizer, with a chat template for chats. Prepared rows do not need one.
+        sequence_length: largest number of tokens per row. None means 1024 for raw data and no limit for prepared rows.
+        packing: put several samples into one row. Samples are not cut to make them fit.
         long_samples: "split" a sample longer than a row into several, or "drop" it.
         append_eos: end texts and completions with the tokenizer's end-of-text token.
-        num_proc: processes that tokenize.
+        num_proc: number of processes that tokenize.
 
     Returns:
-        The same kind of data set with the columns `input_ids`, `answer_mask`, `lengths` and `sample_ids`.
+        A data set of the same kind with the columns `input_ids`, `answer_mask`, `lengths` and `sample_ids`.
 
     Raises:
-        ValueError: unknown columns or options, a row without a value, prepared rows that are too long to be split,
-            or nothing to supervise in the whole data set.
+        ValueError: if the columns or an option are unknown, a row lacks a value, a prepared row is too long, or
+            nothing in the whole data set is supervised.
     """
     if long_samples not in LONG_SAMPLES:
         raise ValueError(f"long_samples must be one of {', '.join(LONG_SAMPLES)}, got {long_samples!r}")
@@ -103,7 +114,7 @@ def prepare_dataset(
     columns, streamed = _columns(dataset), is_streamed(dataset)
     if set(ROW_COLUMNS) <= set(columns):
         rows = _fitting(dataset, sequence_length, long_samples)
-        if not streamed:  # a look would fill the buffer of a shuffled stream: EndlessStream finds out as it goes
+        if not streamed:  # reading a shuffled stream would fill its buffer; EndlessStream checks as it goes
             _require_answers(rows)
         return rows
     sequence_length = sequence_length or 1024
@@ -115,17 +126,17 @@ def prepare_dataset(
         options = [_tokenizer_key(tokenizer), append_eos, num_proc, CACHE_VERSION]
         tokens = _map(dataset, tokenize, [dataset._fingerprint, *options], columns, num_proc, with_indices=True)
         rows = _map(tokens, fit, [tokens._fingerprint, sequence_length, packing, long_samples], ROW_COLUMNS, num_proc)
-        _report(tokens, rows, fit)
+        _log_counts(tokens, rows, fit)
     else:
         tokens = dataset.map(tokenize, batched=True, with_indices=True, remove_columns=columns, features=FEATURES)
         rows = tokens.map(fit, batched=True, remove_columns=ROW_COLUMNS, features=FEATURES)
     _require_answers(rows)
-    fit.counting = streamed  # from now on: the look at the first row is none of the training
+    fit.counting = streamed  # only from now on: the check above has read the first rows of a stream
     return rows
 
 
-def _fitting(dataset, sequence_length: int | None, long_samples: str):
-    """Prepared rows that are not too long; in a stream it is the collator that refuses those not to be dropped."""
+def _fitting(dataset: AnyDataset, sequence_length: int | None, long_samples: str) -> AnyDataset:
+    """Drop or refuse prepared rows that are too long. In a stream, the collator refuses those that are not dropped."""
     if sequence_length is None:
         return dataset
     drop = long_samples == "drop"
@@ -147,19 +158,19 @@ def _fits(sequence_length: int, row: dict) -> bool:
 
 
 def remedies(longest: int) -> str:
-    """What to do about a row of so many tokens that does not fit."""
+    """Return what to do about a row of `longest` tokens that does not fit, for an error message."""
     return f"set sequence_length to at least {longest}, or long_samples to drop"
 
 
-def _require_answers(rows):
+def _require_answers(rows: Iterable[dict]):
     if not any(any(row["answer_mask"]) for row in rows):
         raise ValueError("no sample has anything to supervise: check the data set's format and its assistant turns")
 
 
-def _columns(dataset) -> list[str]:
+def _columns(dataset: AnyDataset) -> list[str]:
     if dataset.column_names is not None:
         return list(dataset.column_names)
-    first = next(iter(dataset), None)  # a stream need not know its columns
+    first = next(iter(dataset), None)  # some streams do not know their columns
     if first is None:
         raise ValueError("the data set is empty")
     return list(first)
@@ -173,8 +184,13 @@ def _format(columns: list[str]) -> str:
     raise ValueError(f"the data set has the columns {', '.join(columns)}, expected one of: {expected}")
 
 
-def _map(dataset: Dataset, function, key: list, columns: list[str], num_proc: int | None, **options) -> Dataset:
-    """`Dataset.map` whose cache is found again by `key`, and by nothing that changes from run to run."""
+def _map(
+    dataset: Dataset, function: Callable, key: list, columns: list[str], num_proc: int | None, **options: Any
+) -> Dataset:
+    """Call `Dataset.map` with a cache that depends on `key` alone.
+
+    The default key hashes the pickled function, and so the state of the tokenizer, which changes when it is used.
+    """
     fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     processes = min(num_proc or 1, max(1, len(dataset)))
     return dataset.map(
@@ -188,16 +204,16 @@ def _map(dataset: Dataset, function, key: list, columns: list[str], num_proc: in
     )
 
 
-def _tokenizer_key(tokenizer) -> str:
-    """Hash of all that decides about the ids: vocabulary and rules, special tokens, chat template."""
+def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of all that determines the ids: vocabulary and rules, special tokens, chat template."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
-    for call in ("truncation", "padding"):  # traces of earlier calls
-        rules.pop(call, None)
+    for setting in ("truncation", "padding"):  # left over from earlier calls of the tokenizer
+        rules.pop(setting, None)
     state = [rules, str(tokenizer.special_tokens_map), tokenizer.chat_template]
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def _report(tokens: Dataset, rows: Dataset, fit: "_Fit"):
+def _log_counts(tokens: Dataset, rows: Dataset, fit: "_Fit"):
     counts, length = Counter(), fit.sequence_length
     for batch in tokens.select_columns(["lengths", "answer_mask"]).iter(1000):
         counts.update(_fate(mask, length) for mask in batch["answer_mask"])
@@ -209,6 +225,7 @@ def _report(tokens: Dataset, rows: Dataset, fit: "_Fit"):
 
 
 def _fate(answer_mask: list[int], sequence_length: int) -> str:
+    """Return what becomes of a sample: "empty" (nothing to supervise), "long" or "fits"."""
     if not any(answer_mask):
         return "empty"
     return "long" if len(answer_mask) > sequence_length else "fits"
@@ -218,9 +235,18 @@ def _fate(answer_mask: list[int], sequence_length: int) -> str:
 
 
 def _tokenize_batch(
-    batch: dict, indices: list[int], *, tokenizer, kind: str, append_eos: bool, streamed: bool = False
+    batch: dict,
+    indices: list[int],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: str,
+    append_eos: bool,
+    streamed: bool = False,
 ) -> dict:
-    """One sample or more for each row of the data set; one that has none gives an empty sample, to be counted."""
+    """Tokenize rows of the data set into samples, one or more for each row.
+
+    A row without a sample gives an empty one, so that it is counted.
+    """
     rows = {column: [] for column in ROW_COLUMNS}
     for at, index in enumerate(indices):
         row = {column: batch[column][at] for column in (*FORMATS[kind], "tools") if column in batch}
@@ -236,7 +262,10 @@ def _tokenize_batch(
 
 
 def _content_key(ids: list[int]) -> int:
-    """Stands for the row's number in a stream, where every worker counts from 0: equal samples share their noise."""
+    """Return a hash of a sample that replaces the row's number in a stream, where every worker counts from 0.
+
+    Equal samples share their noise.
+    """
     digest = hashlib.blake2b(json.dumps(ids).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2 * NUMBER_BITS + 1  # 43 bits: the sample id stays within int64
 
@@ -247,10 +276,12 @@ def _require_values(row: dict, kind: str, index: int):
             raise ValueError(f"row {index} (counted from 0) has no value in column {column}: remove it or fill it in")
 
 
-def _samples_of(row: dict, tokenizer, kind: str, append_eos: bool) -> list[list[tuple[list[int], bool]]]:
-    """The samples of one row of the data set; a sample is a list of (ids, supervised)."""
+def _samples_of(
+    row: dict, tokenizer: PreTrainedTokenizerBase, kind: str, append_eos: bool
+) -> list[list[tuple[list[int], bool]]]:
+    """Return the samples of one row of the data set, each a list of (ids, supervised)."""
     first = 0
-    if kind == "prompt-completion" and isinstance(row["prompt"], list):
+    if kind == "prompt-completion" and isinstance(row["prompt"], list):  # both are lists of messages
         kind, first = "messages", len(row["prompt"])
         row = row | {"messages": [*row["prompt"], *row["completion"]]}
     if kind == "messages":
@@ -269,7 +300,13 @@ def _samples_of(row: dict, tokenizer, kind: str, append_eos: bool) -> list[list[
 
 
 class _Fit:
-    """Splits or drops what is longer than a row, leaves out what has no answer, packs the rest."""
+    """Splits or drops samples that are longer than a row, leaves out those without an answer, and packs the rest.
+
+    A function for `Dataset.map` over batches of tokenized samples.
+
+    Attributes:
+        counting: whether to count samples and to log what is lost, as a stream is read.
+    """
 
     def __init__(self, sequence_length: int, packing: bool, long_samples: str):
         self.counting = False
@@ -294,7 +331,8 @@ class _Fit:
             _append(rows, sum(ids, []), sum(masks, []), [lengths[i] for i in members], list(sample_ids))
         return rows
 
-    def _pieces(self, ids, mask, sample_id):
+    def _pieces(self, ids: list[int], mask: list[int], sample_id: int) -> Iterator[tuple[list[int], list[int], int]]:
+        """Yield (ids, answer mask, sample id) of the rows that a sample needs."""
         if self.counting:
             self._count(_fate(mask, self.sequence_length))
         if len(ids) > self.sequence_length and self.long_samples == "drop":
@@ -305,14 +343,14 @@ class _Fit:
                 yield ids[cut], mask[cut], sample_id + piece
 
     def _count(self, fate: str):
-        """Report what a stream has lost so far, ever more rarely: nobody knows when it ends."""
+        """Log what a stream has lost so far, after 1, 10, 100, ... samples: a stream has no known end."""
         self.counts[fate] += 1
         count, total = self.counts[fate], sum(self.counts.values())
         if fate != "fits" and count == 10 ** (len(str(count)) - 1):
             logger.warning("%s, of %d so far", self.outcome(fate, count), total)
 
     def outcome(self, fate: str, count: int) -> str:
-        """What became of `count` samples that were "long" or "empty"."""
+        """Return in words what became of `count` samples whose fate is "long" or "empty"."""
         if fate == "empty":
             return f"{count} samples have nothing to supervise and are left out"
         action = {"split": "split into several", "drop": "dropped"}[self.long_samples]
@@ -320,10 +358,18 @@ class _Fit:
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Best fit, longest first: bins of indices whose lengths sum to at most `capacity`, in order of appearance."""
-    bins, spaces = [], []  # spaces: sorted (room left, bin)
+    """Pack samples into bins by best fit, the longest sample first.
+
+    Args:
+        lengths: length of each sample.
+        capacity: largest sum of lengths in a bin.
+
+    Returns:
+        The indices of the samples in each bin, in ascending order; bins are sorted by their first sample.
+    """
+    bins, spaces = [], []  # spaces: (room left, bin) of every bin, sorted
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(spaces, (lengths[index], -1))
+        at = bisect_left(spaces, (lengths[index], -1))  # the bin with the least room that is enough
         if at == len(spaces):
             bins.append([])
             room, number = capacity, len(bins) - 1
@@ -334,16 +380,16 @@ def pack(lengths: list[int], capacity: int) -> list[list[int]]:
     return sorted(sorted(members) for members in bins)
 
 
-def _append(rows: dict, *values):
+def _append(rows: dict[str, list], *values: Any):
     for column, value in zip(ROW_COLUMNS, values, strict=True):
         rows[column].append(value)
 
 
-def is_streamed(dataset) -> bool:
-    """Whether a data set is read as it is used, so that nobody knows its length."""
+def is_streamed(dataset: Any) -> bool:
+    """Return whether a data set is a stream, which is read as it is used and has no known length."""
     return isinstance(dataset, IterableDataset)
 
 
-def length_of(dataset) -> int | None:
-    """Rows of a data set, None of a stream."""
+def length_of(dataset: Any) -> int | None:
+    """Return the number of rows of a data set, or None for a stream."""
     return len(dataset) if has_length(dataset) else None

@@ -120,8 +120,7 @@ def kl_by_distance(
                 mask_id,
             )
     figures = metrics.summary()
-    measured = range(1, 1 + sum(name.startswith("kl_before_") for name in figures))
-    return [figures[f"kl_before_{k}"] for k in measured], [figures[f"kl_after_{k}"] for k in measured]
+    return figures.kl_before, figures.kl_after
 
 
 # -- decoding

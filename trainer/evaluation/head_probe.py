@@ -61,11 +61,7 @@ def kl_by_depth(
             config.mask_token_id,
         )
     figures = metrics.summary()
-    depths = range(1, 1 + sum(name.startswith("kl_before_") for name in figures))
-    return {
-        "before": [figures[f"kl_before_{k}"] for k in depths],
-        "after": [figures[f"kl_after_{k}"] for k in depths],
-    }
+    return {"before": figures.kl_before, "after": figures.kl_after}
 
 
 def calibrate(

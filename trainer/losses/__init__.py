@@ -1,1 +1,1 @@
-"""The losses of the residual head, each straight from hidden states."""
+"""The losses of the residual head, computed from hidden states without keeping logits."""

@@ -1,56 +1,50 @@
-"""The residual loss: KL between two vocabulary distributions, straight from hidden states.
+"""The residual loss: KL between two vocabulary distributions, computed from hidden states.
 
-With z_B = W h_B and delta = W (h_S - h_B), both divided by T, and r = delta - (lse_S - lse_B):
+The teacher is B = softmax(W h_B / T), the student S = softmax(W h_S / T). With
 
-    KL = sum p_B (exp(r) - 1 - r)        d KL / d delta = p_B (exp(r) - 1)
+    z_B = W h_B / T                  logits of the teacher
+    delta = W (h_S - h_B) / T        how much the student's logits differ, from the difference of the hidden states
+    r = delta - (lse_S - lse_B)      log p_S - log p_B, with lse the log-sum-exp of each one's logits
 
-Every term of the sum is >= 0 and small where student and teacher agree, so nothing cancels, even in bf16.
-Two rounded logit tensors subtracted from one another lose the gradient long before training ends.
+the loss and its gradient are
 
-`linear_kl_and_choice` also reads off the same logits which token the teacher would reveal and how likely the student
-finds it, for the term on the chosen position of objectives.py.
+    KL = -sum p_B r = sum p_B (exp(r) - 1 - r)          d KL / d delta = p_B (exp(r) - 1) = p_S - p_B
+
+where the second form adds sum p_B (exp(r) - 1) = sum p_S - sum p_B = 0. Every term of it is >= 0, and small where
+student and teacher agree, so nothing cancels, even in bf16. With two rounded logit tensors subtracted from each other
+the gradient would drown in rounding long before training ends (a test shows both).
+
+Logits exist for one chunk of rows at a time. One matrix product makes both halves of them:
+
+    stacked [2c, H]             logits = stacked @ W^T [2c, V]
+      h_B           c rows        z_B        then, if the choice is wanted, the gradient of its log_prob
+      h_S - h_B     c rows        delta      then the gradient of the KL
+
+A row function (PyTorch in kl_rows.py, Triton in linear_kl_triton.py) turns them into losses and writes the gradients
+in their place; a further product with W takes the gradients to the hidden states. That is 3 N V H multiplications in
+all, and the backward pass only scales rows.
+
+`linear_kl_and_choice` also reads from the same logits which token the teacher would reveal and how likely the student
+finds it, for the loss of the chosen position in acceptance.py.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .kl_rows import Choice, kl_rows_reference
+
 BACKENDS = ("auto", "torch", "triton")
-# Elements of one [rows, V] buffer that chunk_rows="auto" aims at: small enough to save memory, large enough for
-# matrix products at full speed.
+# Elements of one [rows, V] buffer that chunk_rows="auto" aims at: small enough to save memory, large enough for matrix
+# products at full speed.
 CHUNK_ELEMENTS = {"cpu": 3 * 2**22, "cuda": 2**27}
-CHUNK_MULTIPLE = 256  # rows, on a GPU
-# Elements the PyTorch row function works on at a time. Smaller tiles would stay in a CPU's cache, but each operation
-# on one ends in a barrier between threads, and on a busy machine those barriers cost far more than the cache saves.
-TILE_ELEMENTS = {"cpu": 2**22, "cuda": 2**25}
-# Below it exp(r) - 1 - r comes from its series, above it from exp: either way good to a few ulp.
-SMALL = 1 / 16
-# Last factorial of that series, cut off below the rounding of the dtype.
-SERIES_ORDER = {torch.float32: 5, torch.float64: 11}
+CHUNK_MULTIPLE = 256  # rows; chunks on a GPU are multiples of it
 
-
-class Choice(NamedTuple):
-    """The teacher's token at each of N positions, with the mask token ruled out as in decoding.
-
-    Attributes:
-        token: int64 [N], the teacher's likeliest.
-        score: [N], its log-probability under the teacher.
-        log_prob: [N], its log-probability under the student; has a gradient.
-    """
-
-    token: Tensor
-    score: Tensor
-    log_prob: Tensor
-
-    def rows(self, rows: slice) -> "Choice":
-        """Some of the positions."""
-        return Choice(*(field[rows] for field in self))
-
-
+# (teacher, delta, kl, temperature, write_gradient, choice, mask_token_id), see kl_rows_reference
 RowFunction = Callable[[Tensor, Tensor, Tensor, float, bool, Choice | None, int | None], None]
 
 
@@ -65,30 +59,30 @@ def linear_kl(
     chunk_rows: int | str = "auto",
     backend: str = "auto",
 ) -> Tensor:
-    """KL(softmax(W h_teacher / T) || softmax(W h_student / T)) * T^2 of each row, without keeping logits.
+    """Compute KL(softmax(W h_teacher / T) || softmax(W h_student / T)) * T^2 of each row, without keeping logits.
 
-    Only `h_student` gets a gradient; the teacher and the weight are frozen. Memory is
-    O(chunk_rows * V + N * H). The matrix products run in the dtype of `weight`, whatever autocast says; the
-    difference of the hidden states and all work on rows run in float32 (float64 for a float64 weight).
-    Remove rows that do not count before the call; weight the others after it.
+    Only `h_student` gets a gradient; teacher and weight are frozen. Memory is O(chunk_rows * V + N * H). Matrix
+    products run in the dtype of `weight`, also under autocast; the difference of the hidden states and all work on
+    rows run in float32 (float64 for a float64 weight). Remove rows that do not count before the call, and multiply
+    by weights after it.
 
     Args:
-        h_student: [N, H], the corrected hidden states h_A + h_C.
-        h_teacher: [N, H], the backbone's hidden states on the revealed block, h_B.
-        weight: [V, H], the output embedding.
-        temperature: T > 0.
-        vocab_size: use only the first `vocab_size` rows of `weight` (padded vocabularies). Default: all.
+        h_student: corrected hidden states h_A + h_C, [N, H].
+        h_teacher: the backbone's hidden states on the revealed block h_B, [N, H].
+        weight: output embedding, [V, H].
+        temperature: temperature T > 0.
+        vocab_size: use only the first `vocab_size` rows of `weight`, for padded vocabularies. None uses all.
         suppress_ids: token ids whose logits count as -inf in both student and teacher.
-        chunk_rows: rows whose logits exist at one time; "auto" chooses by device and vocabulary.
-        backend: "torch", "triton" (CUDA tensors, or any with TRITON_INTERPRET=1), or "auto": triton on CUDA
-            where it is installed, else torch.
+        chunk_rows: number of rows whose logits exist at one time; "auto" chooses by device and vocabulary.
+        backend: "torch"; "triton" (CUDA tensors, or any tensors with TRITON_INTERPRET=1); or "auto": triton for CUDA
+            tensors if it is installed, else torch.
 
     Returns:
-        [N] losses in nats, float32 (float64 for a float64 weight), never negative. 0 where every token is
-        suppressed, +inf where the student rules out a token that the teacher allows, NaN where the row holds one.
+        The losses in nats, [N], float32 (float64 for a float64 weight), never negative. A loss is 0 if every token is
+        suppressed, +inf if the student rules out a token that the teacher allows, and NaN if its row holds a NaN.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together, or an option is out of its range.
+        ValueError: if shapes, dtypes or devices do not fit together, or an option is out of its range.
     """
     _check_tensors(h_student, h_teacher, weight)
     _check_options(temperature, vocab_size, chunk_rows, weight.shape[0])
@@ -108,19 +102,25 @@ def linear_kl_and_choice(
     chunk_rows: int | str = "auto",
     backend: str = "auto",
 ) -> tuple[Tensor, Choice]:
-    """`linear_kl`, and the teacher's choice with both its likelihoods, from the same logits.
+    """Compute `linear_kl`, and from the same logits the teacher's choice and its likelihood under both.
 
-    Four matrix products instead of the six of the two apart: both logits, and one gradient each.
+    This takes four matrix products (the logits of both, and a gradient for each value); two separate functions would
+    take six.
 
     Args:
-        h_student, h_teacher, weight, temperature, chunk_rows, backend: as in `linear_kl`.
-        mask_token_id: the token that is never chosen. The KL counts it, and T does not touch the choice.
+        h_student: as in `linear_kl`.
+        h_teacher: as in `linear_kl`.
+        weight: as in `linear_kl`.
+        mask_token_id: the token that is never chosen. The KL includes it. The choice is made at temperature 1.
+        temperature: temperature T of the KL.
+        chunk_rows: as in `linear_kl`.
+        backend: as in `linear_kl`.
 
     Returns:
         The losses [N], and the `Choice` at each of the N positions, in the losses' dtype.
 
     Raises:
-        ValueError: as `linear_kl`, and for a `mask_token_id` outside the vocabulary.
+        ValueError: as `linear_kl`, and if `mask_token_id` lies outside the vocabulary.
     """
     _check_tensors(h_student, h_teacher, weight)
     _check_options(temperature, None, chunk_rows, weight.shape[0])
@@ -131,8 +131,17 @@ def linear_kl_and_choice(
     return kl, Choice(*choice)
 
 
-def _fused(h_student, h_teacher, weight, suppressed, temperature, chunk_rows, backend, mask_token_id=None):
-    """Losses and the fields of the choice, None without a mask token."""
+def _fused(
+    h_student: Tensor,
+    h_teacher: Tensor,
+    weight: Tensor,
+    suppressed: Tensor | None,
+    temperature: float,
+    chunk_rows: int | str,
+    backend: str,
+    mask_token_id: int | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the losses and the fields of the choice, which are None without a mask token."""
     row_function = _row_function(backend, weight)
     if chunk_rows == "auto":
         chunk_rows = auto_chunk_rows(h_student.shape[0], weight)
@@ -142,14 +151,25 @@ def _fused(h_student, h_teacher, weight, suppressed, temperature, chunk_rows, ba
 
 
 class _LinearKL(torch.autograd.Function):
-    """Computes the gradients along with the values, while the logits are at hand; backward only scales their rows."""
+    """Computes the gradients together with the values, while the logits exist; backward only scales their rows.
+
+    That is possible because every loss depends on one row of `h_student`: the incoming gradient is one factor per row.
+    """
 
     @staticmethod
-    def forward(ctx, h_student, h_teacher, weight, suppressed, temperature, *options):
+    def forward(
+        ctx: Any,
+        h_student: Tensor,
+        h_teacher: Tensor,
+        weight: Tensor,
+        suppressed: Tensor | None,
+        temperature: float,
+        *options: Any,
+    ) -> tuple:
         values = _kl_in_chunks(h_student, h_teacher, weight, suppressed, temperature, *options)
-        kl, choice, of_kl, of_log_prob = values
-        ctx.save_for_backward(of_kl, of_log_prob)
-        ctx.temperature = temperature  # T^2 of the loss over T of the logits
+        kl, choice, kl_gradient, log_prob_gradient = values
+        ctx.save_for_backward(kl_gradient, log_prob_gradient)
+        ctx.temperature = temperature  # the factor T^2 of the loss, divided by the T in delta / T
         ctx.dtype = h_student.dtype
         if choice is None:
             return kl, None, None, None
@@ -158,167 +178,63 @@ class _LinearKL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_kl, grad_token, grad_score, grad_log_prob):
-        of_kl, of_log_prob = ctx.saved_tensors
-        gradient = of_kl * (grad_kl * ctx.temperature)[:, None]
-        if of_log_prob is not None:
-            gradient += of_log_prob * grad_log_prob[:, None]
+    def backward(ctx: Any, grad_kl: Tensor, grad_token: None, grad_score: None, grad_log_prob: Tensor | None) -> tuple:
+        kl_gradient, log_prob_gradient = ctx.saved_tensors
+        gradient = kl_gradient * (grad_kl * ctx.temperature)[:, None]
+        if log_prob_gradient is not None:
+            gradient += log_prob_gradient * grad_log_prob[:, None]
         return (gradient.to(ctx.dtype),) + (None,) * 8
 
 
 def _kl_in_chunks(
-    h_student, h_teacher, weight, suppressed, temperature, chunk_rows, row_function, want_gradient, mask_token_id
+    h_student: Tensor,
+    h_teacher: Tensor,
+    weight: Tensor,
+    suppressed: Tensor | None,
+    temperature: float,
+    chunk_rows: int,
+    row_function: RowFunction,
+    want_gradient: bool,
+    mask_token_id: int | None,
 ) -> tuple[Tensor, Choice | None, Tensor | None, Tensor | None]:
-    """One chunk of rows at a time: losses [N], the choice if there is a mask token, and, if wanted, the gradients.
+    """Run the row function over chunks of rows, see the picture at the top of this file.
 
-    They are [N, H]: dKL / d(delta / T) @ weight, and that of the choice's log_prob.
+    Returns:
+        The losses [N]; the choice, if there is a mask token; and, if wanted, the gradients with respect to the hidden
+        states: d(KL / T^2) / d(delta / T) @ weight and that of the choice's log_prob, both [N, H].
     """
     n, hidden = h_student.shape
     chunk_rows = max(1, min(chunk_rows, n))
     wide = _accumulation_dtype(weight)
-    kl, choice = torch.empty(n, dtype=wide, device=weight.device), None
+    kl = torch.empty(n, dtype=wide, device=weight.device)
+    choice = kl_gradient = log_prob_gradient = None
+    if want_gradient:
+        kl_gradient = weight.new_empty(n, hidden)
     if mask_token_id is not None:
         choice = Choice(torch.empty_like(kl, dtype=torch.long), torch.empty_like(kl), torch.empty_like(kl))
-    of_kl, of_log_prob = (
-        weight.new_empty(n, hidden) if want_gradient and wanted else None for wanted in (True, choice is not None)
-    )
+        log_prob_gradient = torch.empty_like(kl_gradient) if want_gradient else None
     stacked = weight.new_empty(2 * chunk_rows, hidden)
     logits = weight.new_empty(2 * chunk_rows, weight.shape[0])
     for start in range(0, n, chunk_rows):
         rows = slice(start, min(start + chunk_rows, n))
         size = rows.stop - start
         stacked[:size] = h_teacher[rows]
+        # Subtract in float32 and round the difference: rounding both first would leave little of it.
         stacked[size : 2 * size] = h_student[rows].to(wide) - h_teacher[rows].to(wide)
-        # A product with out= is not subject to autocast.
+        # With out= a product is not subject to autocast, and its buffer is reused.
         z = torch.mm(stacked[: 2 * size], weight.t(), out=logits[: 2 * size])
-        teacher, delta = z[:size], z[size:]
+        teacher, delta = z[:size], z[size:]  # [c, V] each
         if suppressed is not None:
             teacher.index_fill_(1, suppressed, -torch.inf)
-            delta.index_fill_(1, suppressed, 0.0)
-        chosen = choice and choice.rows(rows)
+            delta.index_fill_(1, suppressed, 0.0)  # the student's logit is their sum, -inf too
+        chosen = None if choice is None else choice.rows(rows)
         row_function(teacher, delta, kl[rows], temperature, want_gradient, chosen, mask_token_id)
-        if want_gradient:
-            torch.mm(delta, weight, out=of_kl[rows])
-        if of_log_prob is not None:
-            torch.mm(teacher, weight, out=of_log_prob[rows])
-    return kl, choice, of_kl, of_log_prob
-
-
-def kl_rows_reference(
-    teacher: Tensor,
-    delta: Tensor,
-    kl: Tensor,
-    temperature: float,
-    write_gradient: bool,
-    choice: Choice | None = None,
-    mask_token_id: int | None = None,
-) -> None:
-    """KL * T^2 of each row of logits, in PyTorch; the same signature as `kl_rows_triton`.
-
-    Args:
-        teacher: [R, V] logits of the teacher. Overwritten; with a choice and `write_gradient` it becomes the gradient
-            of the choice's log_prob in the logits of the student.
-        delta: [R, V] logits of the student minus those of the teacher. With `write_gradient` it becomes
-            dKL / d(delta / T), otherwise it is overwritten.
-        kl: [R] receives the losses; its dtype is the one that is calculated in.
-        temperature: T.
-        write_gradient: whether the gradients are wanted.
-        choice: [R], receives the teacher's choice where it is wanted.
-        mask_token_id: the token that is never chosen.
-    """
-    rows = max(1, TILE_ELEMENTS.get(teacher.device.type, TILE_ELEMENTS["cuda"]) // teacher.shape[1])
-    for start in range(0, len(kl), rows):
-        tile = slice(start, start + rows)
-        d = delta[tile].to(kl.dtype)  # itself unless narrower
-        z = teacher[tile].to(kl.dtype, copy=choice is not None)
-        if choice is not None:
-            found, gradient = _choice_tile(z, d, mask_token_id, write_gradient)
-            for field, value in zip(choice.rows(tile), found, strict=True):
-                field.copy_(value)
-            if write_gradient:
-                teacher[tile].copy_(gradient)
-            del gradient  # before the KL takes its buffers
-        kl[tile] = _kl_tile(z, d, temperature) * temperature**2
-        if write_gradient:
-            delta[tile].copy_(d)
-
-
-def _choice_tile(
-    z: Tensor, d: Tensor, mask_token_id: int, write_gradient: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """The fields of `Choice` [R] of logits as `_kl_tile` takes them, and d log_prob / d (z + d) [R, V] if wanted."""
-    logits = z.clone()
-    logits[:, mask_token_id] = -torch.inf
-    buffer = torch.empty_like(logits)
-    token, score = _normalise(logits, buffer)
-    log_q = logits.add_(d)
-    _normalise(log_q, buffer)
-    log_prob = log_q.gather(1, token)
-    found = token[:, 0], score[:, 0], log_prob[:, 0]
-    if not write_gradient:
-        return found, None
-    return found, log_q.exp_().neg_().scatter_(1, token, -log_prob.expm1())
-
-
-def _normalise(logits: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """Make logits [R, V] log-probabilities in place; the likeliest token and its own, both [R, 1].
-
-    The peak stays out of the sum: the odds of a token that is nearly certain are those of all others.
-    """
-    peak, token = logits.max(-1, keepdim=True)
-    rest = torch.exp(logits.sub_(peak), out=buffer).scatter_(1, token, 0.0).sum(-1, keepdim=True)
-    log_prob = rest.log1p().neg_()
-    logits.add_(log_prob)
-    return token, log_prob
-
-
-def _kl_tile(z: Tensor, d: Tensor, temperature: float) -> Tensor:
-    """KL [R] of teacher logits z and differences d, both [R, V]; z is overwritten, d becomes dKL/d(d/T).
-
-    Beyond them it takes two buffers of their size and three masks; hence the `out=` and the reused storage.
-    """
-    if temperature != 1:
-        z.div_(temperature)
-        d.div_(temperature)
-    z.sub_(_finite_peak(z))
-    s = z + d  # student logits, relative to the teacher's peak: large common parts never enter
-    s_peak = _finite_peak(s)
-    sum_s = s.sub_(s_peak).exp_().sum(-1, keepdim=True)
-    sum_b = torch.exp(z, out=s).sum(-1, keepdim=True)
-    lse_b = torch.where(sum_b == 0, 0.0, sum_b.log())
-    lse_change = torch.where(sum_s == 0, 0.0, s_peak + sum_s.log() - lse_b)
-
-    log_p = z.sub_(lse_b)
-    r = d.sub_(lse_change)
-    # |p (exp(r) - 1)| = max(p, q) (1 - exp(-|r|)): no overflow whichever of p and q is the larger
-    gradient = torch.clamp(r, min=0, out=s).add_(log_p).exp_()
-    shrink = torch.copysign(r, -1.0).expm1_()
-    gradient.mul_(shrink)
-    is_small = shrink > math.expm1(-SMALL)
-
-    p = log_p.exp_()
-    p_is_zero = p == 0
-    p_r = p.mul_(r).masked_fill_(p_is_zero, 0.0)  # r may be -inf there
-    small_terms = _series(r, out=shrink).mul_(r).mul_(p_r)  # p (exp(r) - 1 - r) where |r| is small ...
-    gradient = torch.copysign(gradient, r, out=d)
-    large_terms = torch.sub(gradient, p_r, out=p_r)  # ... and where it is not
-    # Two fills and sums: on a CPU a `where` on such a mask takes longer than exp.
-    return large_terms.masked_fill_(is_small, 0.0).sum(-1) + small_terms.masked_fill_(~is_small, 0.0).sum(-1)
-
-
-def _finite_peak(x: Tensor) -> Tensor:
-    """Row maxima [R, 1], or 0 where a row is -inf throughout."""
-    peak = x.amax(-1, keepdim=True)
-    return torch.where(peak == -torch.inf, 0.0, peak)
-
-
-def _series(r: Tensor, out: Tensor) -> Tensor:
-    """(exp(r) - 1 - r) / r^2 = 1/2! + r/3! + r^2/4! + ... for small r."""
-    order = SERIES_ORDER[r.dtype]
-    torch.mul(r, 1 / math.factorial(order), out=out).add_(1 / math.factorial(order - 1))
-    for k in range(order - 2, 1, -1):
-        torch.addcmul(r.new_tensor(1 / math.factorial(k)), out, r, out=out)
-    return out
+        # From here on `delta` and `teacher` hold gradients.
+        if kl_gradient is not None:
+            torch.mm(delta, weight, out=kl_gradient[rows])
+        if log_prob_gradient is not None:
+            torch.mm(teacher, weight, out=log_prob_gradient[rows])
+    return kl, choice, kl_gradient, log_prob_gradient
 
 
 def _accumulation_dtype(weight: Tensor) -> torch.dtype:
@@ -326,40 +242,44 @@ def _accumulation_dtype(weight: Tensor) -> torch.dtype:
 
 
 def auto_chunk_rows(n: int, weight: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Rows whose logits to make at a time, of `n` in all, near the element target of the weight's device.
+    """Return how many rows of logits to compute at a time, to come near the target size for the weight's device.
 
     Args:
-        n: at least 0.
-        weight: [V, H].
-        dtype: of the [rows, V] buffers; default: the weight's. A wider one gets fewer rows for the same bytes.
+        n: number of rows in all, at least 0.
+        weight: output embedding, [V, H].
+        dtype: dtype of the [rows, V] buffers; None means the weight's. A wider one gets fewer rows for the same bytes.
     """
     size = chunk_bytes(weight) // (weight.dtype if dtype is None else dtype).itemsize
     most = max(1, size // weight.shape[0])
-    if weight.device.type != "cpu":  # whole tiles of a product, and the same sizes whatever n is
+    if weight.device.type != "cpu":  # whole tiles of a matrix product, and the same size in every step
         return most - most % CHUNK_MULTIPLE or most
     chunks = max(1, math.ceil(n / most))  # of about equal size
     return max(1, math.ceil(n / chunks))
 
 
 def chunk_bytes(weight: Tensor) -> int:
-    """Bytes of one [rows, V] buffer of `auto_chunk_rows`, at most, unless a single row needs more."""
+    """Return the largest size in bytes of a [rows, V] buffer of `auto_chunk_rows`; a single row may be larger."""
     return CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cuda"]) * weight.element_size()
 
 
 def _row_function(backend: str, weight: Tensor) -> RowFunction:
-    """The function that turns a chunk's logits into losses and gradients."""
+    """Return the function that turns a chunk's logits into losses and gradients.
+
+    Raises:
+        ValueError: if the backend is unknown, or it is "triton" and Triton cannot run here.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch" or (backend == "auto" and not weight.is_cuda):
         return kl_rows_reference
-    # Imported only when asked for: a CPU run needs no triton.
+    # Imported only here, so that runs on a CPU do not need Triton.
     from .linear_kl_triton import HAS_TRITON, INTERPRETED, kl_rows_triton
 
     obstacle = None
     if not HAS_TRITON:
         obstacle = "triton is not installed"
     elif weight.dtype == torch.float64:
-        obstacle = "it calculates in float32 and the weight is float64"
+        obstacle = "it computes in float32 and the weight is float64"
     elif not weight.is_cuda and not INTERPRETED:
         obstacle = f"the tensors are on {weight.device}; move them to CUDA or set TRITON_INTERPRET=1 before importing"
     if obstacle is None:
@@ -372,7 +292,7 @@ def _row_function(backend: str, weight: Tensor) -> RowFunction:
 def _suppressed_columns(
     ids: Sequence[int] | Tensor | None, padded_size: int, vocab_size: int | None, device: torch.device
 ) -> Tensor | None:
-    """The suppressed ids that lie inside the vocabulary, as an index, or None."""
+    """Return the suppressed ids that lie inside the vocabulary as an index tensor, or None if there are none."""
     if ids is None:
         return None
     columns = torch.as_tensor(ids)
@@ -414,4 +334,4 @@ def _check_options(temperature: float, vocab_size: int | None, chunk_rows: int |
     if vocab_size is not None and not 1 <= vocab_size <= padded_size:
         raise ValueError(f"vocab_size must be from 1 to {padded_size}, the rows of weight; got {vocab_size}")
     if chunk_rows != "auto" and not (isinstance(chunk_rows, int) and chunk_rows >= 1):
-        raise ValueError(f'chunk_rows must be "auto" or a whole number of at least 1, got {chunk_rows!r}')
+        raise ValueError(f'chunk_rows must be "auto" or an integer of at least 1, got {chunk_rows!r}')

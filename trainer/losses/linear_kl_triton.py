@@ -1,4 +1,12 @@
-"""The row kernel of the residual loss, see linear_kl.py for the formulas."""
+"""The row function of linear_kl.py as a Triton kernel, one program per row of logits.
+
+The formulas are in linear_kl.py; kl_rows.py has the same steps in PyTorch. The kernel reads a row twice:
+
+    pass 1   running peaks and sums: both log-sum-exps, and the teacher's choice
+    pass 2   the loss, and the gradients in place of the logits
+
+Everything is loaded and then cast to float32: in Triton's interpreter, arithmetic in bf16 is silently wrong.
+"""
 
 import os
 
@@ -13,10 +21,10 @@ try:
 except ImportError:
     HAS_TRITON = False
 
-# Triton reads it too when a kernel is decorated, that is when this file is imported.
+# Triton reads this variable when a kernel is decorated, which happens when this file is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-MAX_BLOCK = 4096
+MAX_BLOCK = 4096  # elements of a row that a program holds at a time
 
 
 def kl_rows_triton(
@@ -28,22 +36,22 @@ def kl_rows_triton(
     choice: tuple[Tensor, Tensor, Tensor] | None = None,
     mask_token_id: int | None = None,
 ) -> None:
-    """KL * T^2 of each row of logits, one program per row; the same signature as `kl_rows_reference`.
+    """Compute KL * T^2 of each row of logits. The same signature as `kl_rows_reference`.
 
     Args:
-        teacher: [R, V] logits of the teacher. With a choice and `write_gradient` it becomes the gradient of the
-            choice's log_prob in the logits of the student.
-        delta: [R, V] logits of the student minus those of the teacher. With `write_gradient` it becomes
+        teacher: logits of the teacher, [R, V]. With a choice and `write_gradient` they are overwritten by the gradient
+            of the choice's log_prob in the student's logits.
+        delta: logits of the student minus those of the teacher, [R, V]. With `write_gradient` they are overwritten by
             dKL / d(delta / T).
-        kl: [R] float32, receives the losses.
-        temperature: T.
-        write_gradient: whether the gradients are wanted.
-        choice: token int64 [R], score and log_prob float32 [R], receive the teacher's choice where it is wanted.
+        kl: receives the losses, float32 [R].
+        temperature: temperature T.
+        write_gradient: whether to compute gradients.
+        choice: receives the teacher's choice: token (int64 [R]), score and log_prob (float32 [R]); None skips it.
         mask_token_id: the token that is never chosen.
     """
     rows, vocab_size = teacher.shape
     block = min(MAX_BLOCK, triton.next_power_of_2(vocab_size))
-    with torch.cuda.device_of(teacher):  # triton launches on the current device, wherever the tensors are
+    with torch.cuda.device_of(teacher):  # triton launches on the current device, which may not be the tensors'
         _kl_rows_kernel[(rows,)](
             teacher,
             delta,
@@ -64,8 +72,12 @@ def kl_rows_triton(
 if HAS_TRITON:
 
     @triton.jit
-    def _add_but_the_peak(x, index, here, at, peak, rest):
-        """The peak of all so far and the sum of exp(x - peak) over all others, with a block whose peak is `here`."""
+    def _merge_block(x, index, here, at, peak, rest):
+        """Add a block to a running peak and to `rest`, the sum of exp(x - peak) over all elements but the peak.
+
+        The block's elements are x, numbered by `index`; its own peak is `here`, at number `at`. If that is the new
+        peak, it is left out of the sum and the old peak (the + 1) enters it.
+        """
         higher = here > peak
         new_peak = tl.where(higher, here, peak)
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -74,16 +86,18 @@ if HAS_TRITON:
 
     @triton.jit
     def _logits(teacher_ptr, delta_ptr, columns, inside):
-        """Of the teacher, and the differences of the student; -inf and 0 outside the vocabulary."""
+        """Load the teacher's logits and the student's differences; -inf and 0 outside the vocabulary."""
         teacher = tl.load(teacher_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
         return teacher, tl.load(delta_ptr + columns, mask=inside, other=0.0).to(tl.float32)
 
     @triton.jit
     def _one_minus_exp(x):
+        """Compute 1 - exp(x) for x <= 0, from its series near 0: libdevice's expm1 is not in the interpreter."""
         return tl.where(x > -0.01, -x * (1 + x * (0.5 + x / 6)), 1 - tl.exp(x))
 
     @triton.jit
     def _log1p(x):
+        """Compute log(1 + x) for x >= 0, from its series near 0: libdevice's log1p is not in the interpreter."""
         return tl.where(x < 0.01, x * (1 - x * (0.5 - x * (1 / 3 - x / 4))), tl.log(1 + x))
 
     @triton.jit
@@ -109,14 +123,15 @@ if HAS_TRITON:
         NEG_INF: tl.constexpr = float("-inf")
         SMALL: tl.constexpr = 1 / 16
 
-        # Pass 1: both log-sum-exps. The student's peak is kept relative to the teacher's, so that large common
-        # parts never enter, and equal inputs go through equal operations.
+        # Pass 1: both log-sum-exps (b: the teacher, s: the student), rescaled whenever a block has a higher peak. The
+        # student's peak is kept relative to the teacher's: what both share cancels before it can be rounded away, and
+        # equal inputs go through equal operations and give exactly 0.
         b_peak = tl.full((), NEG_INF, tl.float32)
         s_peak = tl.full((), NEG_INF, tl.float32)
         b_sum = tl.full((), 0.0, tl.float32)
         s_sum = tl.full((), 0.0, tl.float32)
-        # Of the choice, without the mask token and at temperature 1: the teacher (c) and the student (q). Peaks stay
-        # out of the sums: the odds of a token that is nearly certain are those of all others.
+        # For the choice, without the mask token and at temperature 1: the teacher (c) and the student (q). Peaks are
+        # left out of the sums: 1 - p of a token that is nearly certain would be lost in a sum that includes its 1.
         token = tl.full((), 0, tl.int32)
         q_of_token = tl.full((), 0.0, tl.float32)
         c_peak = tl.full((), NEG_INF, tl.float32)
@@ -131,7 +146,8 @@ if HAS_TRITON:
             d = raw_d * inverse_temperature
             new_b_peak = tl.maximum(b_peak, tl.max(b, axis=0))
             b_base = tl.where(new_b_peak == NEG_INF, 0.0, new_b_peak)
-            s = (b - b_base) + d
+            s = (b - b_base) + d  # student's logits relative to the teacher's new peak
+            # The old student's peak, relative to the new peak of the teacher.
             moved_s_peak = s_peak + tl.where(b_peak == NEG_INF, 0.0, b_peak - b_base)
             new_s_peak = tl.maximum(moved_s_peak, tl.max(s, axis=0))
             s_base = tl.where(new_s_peak == NEG_INF, 0.0, new_s_peak)
@@ -146,21 +162,21 @@ if HAS_TRITON:
                 q_here = tl.sum(tl.where(columns == start + at, q, 0.0), axis=0)
                 q_of_token = tl.where(here > c_peak, q_here, q_of_token)
                 token = tl.where(here > c_peak, start + at, token)
-                c_peak, c_rest = _add_but_the_peak(c, columns - start, here, at, c_peak, c_rest)
+                c_peak, c_rest = _merge_block(c, columns - start, here, at, c_peak, c_rest)
                 here, at = tl.max(q, axis=0, return_indices=True)
-                q_peak, q_rest = _add_but_the_peak(q, columns - start, here, at, q_peak, q_rest)
+                q_peak, q_rest = _merge_block(q, columns - start, here, at, q_peak, q_rest)
         b_peak = tl.where(b_peak == NEG_INF, 0.0, b_peak)
         b_lse = tl.where(b_sum == 0.0, 0.0, tl.log(b_sum))
         lse_change = tl.where(s_sum == 0.0, 0.0, s_peak + tl.log(s_sum) - b_lse)
         if CHOOSE:
             log_q_sum = _log1p(q_rest)
             log_prob = (q_of_token - q_peak) - log_q_sum
-            doubt = _one_minus_exp(log_prob)
+            doubt = _one_minus_exp(log_prob)  # 1 - q of the chosen token, its entry in the gradient
             tl.store(token_ptr + row, token)
             tl.store(score_ptr + row, -_log1p(c_rest))  # the token's own logit is the peak
             tl.store(log_prob_ptr + row, log_prob)
 
-        # Pass 2: the loss, and the gradients in place of delta and, for the choice, of the teacher.
+        # Pass 2: the loss, and the gradients in place of delta (KL) and of the teacher (choice).
         kl = tl.full((), 0.0, tl.float32)
         for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
@@ -169,11 +185,11 @@ if HAS_TRITON:
             b = raw_b * inverse_temperature
             d = raw_d * inverse_temperature
             log_p = (b - b_peak) - b_lse
-            r = d - lse_change
+            r = d - lse_change  # log p_S - log p_B
             is_small = tl.abs(r) < SMALL
             small_r = tl.where(is_small, r, 0.0)
             series = 0.5 * small_r * small_r * (1.0 + small_r / 3 * (1.0 + small_r / 4 * (1.0 + small_r / 5)))
-            # |p (exp(r) - 1)| = max(p, q) (1 - exp(-|r|)): no overflow whichever of p and q is the larger
+            # |p (exp(r) - 1)| = max(p, q) (1 - exp(-|r|)), with q = p exp(r): no overflow whichever is larger
             larger = tl.exp(log_p + tl.where(r > 0, r, 0.0))
             shrink = tl.exp(-tl.abs(r))
             p = tl.where(r > 0, larger * shrink, larger)

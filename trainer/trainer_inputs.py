@@ -1,0 +1,94 @@
+"""What `MRPTrainer` is given: checks of the model and of FSDP, preparation of data sets, the default collator."""
+
+from typing import Any
+
+from accelerate import FullyShardedDataParallelPlugin
+from datasets import Dataset, IterableDataset
+from peft import PeftModel
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PreTrainedTokenizerBase
+
+from modeling_mrp import MRPForDiffusionLM
+
+from .arguments import MRPTrainingArguments
+from .checkpoints.lora import without_peft
+from .data.collator import MRPCollator
+from .data.rows import prepare_dataset
+
+
+def collator_for(
+    model: MRPForDiffusionLM | PeftModel, args: MRPTrainingArguments, sequence_length: int | None = None
+) -> MRPCollator:
+    """Build the collator that these training arguments describe for this model.
+
+    Args:
+        model: the model whose block size and special tokens are used.
+        args: the training arguments.
+        sequence_length: tokens per row; None pads each batch to its longest row.
+    """
+    config = model.config
+    return MRPCollator(
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        pad_token_id=config.pad_token_id or 0,
+        steps=args.unroll_steps,
+        sequence_length=sequence_length,
+        seed=args.noise_seed,
+        reveal_counts=tuple(args.reveal_counts),
+        noise_eps=args.noise_eps,
+        noise_per_block=args.noise_per_block,
+    )
+
+
+def prepare_if_raw(dataset: Any, tokenizer: PreTrainedTokenizerBase | None, sequence_length: int | None) -> Any:
+    """Tokenize a data set, or each data set of a dict, unless it holds prepared rows already.
+
+    Args:
+        dataset: a `Dataset`, an `IterableDataset`, a dict of them, or anything else, which is returned unchanged.
+        tokenizer: the tokenizer for raw data.
+        sequence_length: tokens per row of raw data; None means 1024.
+    """
+    if isinstance(dataset, dict):
+        return {name: prepare_if_raw(part, tokenizer, sequence_length) for name, part in dataset.items()}
+    if isinstance(dataset, Dataset | IterableDataset):
+        return prepare_dataset(dataset, tokenizer, sequence_length=sequence_length)
+    return dataset
+
+
+def check_trainable(model: MRPForDiffusionLM | PeftModel | None) -> None:
+    """Check that the model has a head and that the head alone requires gradients.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    if model is None:
+        raise ValueError("model must be an MRPForDiffusionLM with a head, got None")
+    if model.config.num_mrp_layers == 0:
+        raise ValueError("the model has no head to train: load it with from_backbone(..., num_mrp_layers=3)")
+    trained = [name for name, p in without_peft(model).named_parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(
+            "no parameter requires a gradient: load an adapter of the head with is_trainable=True, and an adapter of "
+            "the backbone with apply_backbone_adapter"
+        )
+    not_frozen = [name for name in trained if not name.startswith("mrp_head.")]
+    if not_frozen:
+        raise ValueError(
+            f"only the head can be trained, but {not_frozen[0]} requires a gradient: call model.freeze_backbone()"
+        )
+
+
+def check_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Check the FSDP options, and switch off FSDP's own mixed precision.
+
+    Raises:
+        ValueError: for FSDP1, or when the weights would be loaded on one rank only.
+    """
+    if plugin.fsdp_version != 2:
+        raise ValueError(f"fsdp_version must be 2, got {plugin.fsdp_version}: see accelerate-fsdp2.yaml")
+    if plugin.cpu_ram_efficient_loading:
+        raise ValueError(
+            "fsdp_cpu_ram_efficient_loading must be false: every process hashes the backbone's weights before training"
+        )
+    # FSDP's bf16 would also round gradients and the model's output, whose small differences make up the loss.
+    plugin.mixed_precision_policy = MixedPrecisionPolicy()
