@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from modeling_mrp.masks import CLEAN, attention_mask, join, tokens_of_stream
+from modeling_mrp.masks import CLEAN, attention_mask, join, stream_layout
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def backbone_loss(model, batch: Batch) -> torch.Tensor:
     """Mean over blocks of the mean cross-entropy of a block's masked tokens."""
     streams, length = batch.noisy.shape[1:]
     at = torch.arange(batch.clean.shape[1])[None]
-    clean = tokens_of_stream(torch.zeros_like(at), at, model.config.block_size, CLEAN, CLEAN)
-    noisy = tokens_of_stream(torch.zeros_like(at), at, model.config.block_size, 1, CLEAN)
+    clean = stream_layout(torch.zeros_like(at), at, model.config.block_size, CLEAN, CLEAN)
+    noisy = stream_layout(torch.zeros_like(at), at, model.config.block_size, 1, CLEAN)
     noisy = noisy.map(lambda field: field[:, -length:])
     masks = (attention_mask(q, k, "sdpa", model.dtype) for q, k in ((noisy, join([noisy, clean])), (clean, clean)))
     hidden = model.model(
