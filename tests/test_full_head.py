@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from test_head_modes import decode, direct, remask
+from plain_head_loop import decode, direct, remask
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from mrp_trainer.checkpoints.convert import convert

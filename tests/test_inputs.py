@@ -40,8 +40,8 @@ def test_bad_input_ids(tiny_model, ids, message):
     [
         ([[1, 0, 1]], "attention_mask has holes"),
         ([[0, 1, 0]], "attention_mask has holes: .*padding on one side"),
-        ([[0, 0, 0]], "attention_mask leaves no token in row 0"),
-        ([[1, 1]], r"attention_mask must be a tensor of the shape of input_ids \(1, 3\), got \(1, 2\)"),
+        ([[0, 0, 0]], "attention_mask masks every token of row 0"),
+        ([[1, 1]], r"attention_mask must be a tensor of the same shape as input_ids \(1, 3\), got \(1, 2\)"),
         ([1, 1, 1], r"attention_mask must be .* got \(3,\)"),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_pad_token_inside_a_prompt_needs_a_mask(tiny_model):
     with pytest.raises(ValueError, match="attention_mask has holes.*every pad token in input_ids"):
         model.generate(ids, max_new_tokens=2)
     assert model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)[0, :3].tolist() == [5, 0, 7]
-    with pytest.raises(ValueError, match="attention_mask leaves no token in row 0"):
+    with pytest.raises(ValueError, match="attention_mask masks every token of row 0"):
         model.generate(torch.zeros(1, 2).long(), max_new_tokens=2)
 
 

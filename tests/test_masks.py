@@ -7,12 +7,12 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from modeling_mrp import masks
-from modeling_mrp.masks import CLEAN, PADDING, Tokens, attention_mask, join, segment_positions, tokens_of_stream
+from modeling_mrp.masks import CLEAN, PADDING, TokenLayout, attention_mask, join, segment_positions, stream_layout
 
 
 def plain_row(length, size, segment=None):
     segment = torch.zeros(1, length, dtype=torch.long) if segment is None else segment
-    return tokens_of_stream(segment, segment_positions(segment), size, stream=CLEAN, context=CLEAN)
+    return stream_layout(segment, segment_positions(segment), size, stream=CLEAN, context=CLEAN)
 
 
 def dense(q, k=None):
@@ -35,7 +35,7 @@ def test_noisy_streams_see_earlier_clean_blocks_and_themselves():
     segment = torch.zeros(1, length, dtype=torch.long)
     positions = segment_positions(segment)
     streams = [1, 2, CLEAN]
-    tokens = join([tokens_of_stream(segment, positions, size, stream, CLEAN) for stream in streams])
+    tokens = join([stream_layout(segment, positions, size, stream, CLEAN) for stream in streams])
     visible = dense(tokens)[0]
     for q in range(3 * length):
         for k in range(3 * length):
@@ -67,7 +67,7 @@ def test_segment_positions_count_runs():
 def random_tokens(rows, length, seed, shadows):
     generator = torch.Generator().manual_seed(seed)
     low_high = [(-2, 2), (0, 4), (-2 if shadows else 0, 3), (0, 3), *([(0, 4)] if shadows else [])]
-    return Tokens(*(torch.randint(low, high, (rows, length), generator=generator) for low, high in low_high))
+    return TokenLayout(*(torch.randint(low, high, (rows, length), generator=generator) for low, high in low_high))
 
 
 @pytest.mark.parametrize("shadows", [False, True])

@@ -139,7 +139,7 @@ def test_a_checkpoint_without_a_head_says_what_it_can_do(options):
 
 
 def test_remask_proposes_by_the_dynamic_rule_only():
-    with pytest.raises(ValueError, match="remasking_strategy='sequential' does not go with mrp_mode='remask'"):
+    with pytest.raises(ValueError, match="remasking_strategy='sequential' cannot be combined with mrp_mode='remask'"):
         resolve(mrp_mode="remask", remasking_strategy="sequential")
 
 

@@ -2,21 +2,19 @@
 
 import pytest
 import torch
-from test_decoding_laws import SAMPLING, batch, generate, rows_without_padding
+from decoding_calls import PROMPT_LENGTHS, SAMPLING, batch, generate, random_prompts, rows_without_padding
 
-from modeling_mrp.masks import CLEAN, Tokens, attention_mask, join
+from modeling_mrp.masks import CLEAN, TokenLayout, attention_mask, join
 from modeling_mrp.sampling import Sampler
 
 REVOKE = {"mrp_mode": "remask", "remask_criterion": "backbone"}
 DYNAMIC = {"mrp_mode": None, "remasking_strategy": "low_confidence_dynamic"}
 SIZE = 8
-PROMPT_LENGTHS = (1, 7, 8, 9, 26)
 
 
 @pytest.fixture
 def prompts():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(4, 61, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    return random_prompts()
 
 
 @pytest.fixture
@@ -154,7 +152,7 @@ def test_a_shadow_sees_itself_its_context_and_the_others_of_its_state():
     """Clean block 0, two states of block 1, the shadow of the second: token by token."""
     size, zero = 3, torch.zeros(1, 3, dtype=torch.long)
     streams = [(CLEAN, 0), (1, 1), (2, 1), (-2, 1)]  # (stream, block)
-    tokens = join([Tokens(zero, zero + block, zero + stream, zero, torch.arange(3)[None] + block * size)
+    tokens = join([TokenLayout(zero, zero + block, zero + stream, zero, torch.arange(3)[None] + block * size)
                    for stream, block in streams])  # fmt: skip
     visible = attention_mask(tokens, tokens, "sdpa", torch.float32)[0, 0]
     for q in range(4 * size):
