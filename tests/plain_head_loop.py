@@ -63,7 +63,7 @@ def direct(model, prompt, new_tokens, steps):
 
 
 def remask(model, prompt, new_tokens, tau, criterion, threshold):
-    """All picks above tau, less those that the head doubts; the surest always stays."""
+    """All picks above tau except those that the head doubts; the most confident one always stays."""
     loop = PlainLoop(model, prompt, new_tokens)
 
     def kept(before, after, at, token):

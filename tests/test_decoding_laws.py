@@ -84,7 +84,7 @@ def test_spec_returns_the_tokens_of_backbone_only_decoding(tiny_model, prompts, 
 
 @pytest.mark.parametrize("share", [1, 2, 7])
 @pytest.mark.parametrize("threshold", [None, 0.3])
-def test_spec_stays_lossless_however_the_chain_is_drafted(tiny_model, prompts, share, threshold):
+def test_spec_is_lossless_for_every_way_of_drafting(tiny_model, prompts, share, threshold):
     model = sharp_head(tiny_model(block_size=8))
     inputs = batch(prompts)
     expected, _ = generate(model, inputs)
@@ -94,7 +94,7 @@ def test_spec_stays_lossless_however_the_chain_is_drafted(tiny_model, prompts, s
     assert output.stats.backbone_forwards.sum() < generate(model, inputs)[1].stats.backbone_forwards.sum()
 
 
-def test_more_drafts_than_masks_are_left(tiny_model, prompts):
+def test_spec_is_lossless_with_more_steps_than_masks(tiny_model, prompts):
     model = sharp_head(tiny_model(block_size=8))
     inputs = batch(prompts)
     expected, _ = generate(model, inputs)
@@ -160,7 +160,7 @@ class RowCounter:
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLING], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("mode", [None, "spec", "direct", "remask"])
-def test_rows_that_have_ended_leave_the_batch_and_change_nothing(tiny_model, prompts, mode, sampling):
+def test_ended_rows_leave_the_batch_without_changing_the_others(tiny_model, prompts, mode, sampling):
     """Rows end after 2, 4, ... tokens; each is then what it is alone, and the last ones decode by themselves."""
     model = sharp_head(tiny_model(block_size=8), 0.2)
     limits = torch.tensor([2, 4, 40, 8, 21])

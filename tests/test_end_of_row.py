@@ -30,7 +30,7 @@ def test_end_of_text_as_the_first_token(tiny_model, prompts, mode):
 
 
 @pytest.mark.parametrize("mode", [None, "spec"])
-def test_end_of_text_anywhere_in_a_block_equals_denoising_on_and_cutting(tiny_model, prompts, mode):
+def test_end_of_text_anywhere_in_a_block_equals_decoding_on_and_cutting(tiny_model, prompts, mode):
     """Whatever token a row holds, taking it as end of text cuts the row there and changes nothing before."""
     model = sharp_head(tiny_model(block_size=8))
     full, _ = generate(model, batch(prompts), eos_token_id=None, max_new_tokens=20)

@@ -21,7 +21,7 @@ def batch():
 
 
 @every_mode
-def test_logits_processors_hold_in_every_mode(model, batch, mode):
+def test_every_mode_respects_logits_processors(model, batch, mode):
     allowed = torch.tensor([10, 20, 30])
 
     def only_allowed(_, scores):
@@ -35,7 +35,7 @@ def test_logits_processors_hold_in_every_mode(model, batch, mode):
 @pytest.mark.parametrize(
     "options", [{"suppress_tokens": None}, {"bad_words_ids": None}], ids=["suppress", "bad_words"]
 )
-def test_forbidden_tokens_never_come(model, options):
+def test_forbidden_tokens_are_never_generated(model, options):
     common = sorted(set(model.generate(PROMPT, max_new_tokens=20, eos_token_id=None)[0, 3:].tolist()))[:3]
     name = next(iter(options))
     value = common if name == "suppress_tokens" else [[token] for token in common]
@@ -46,7 +46,7 @@ def test_forbidden_tokens_never_come(model, options):
 
 @every_mode
 @pytest.mark.parametrize("sampling", [False, True])
-def test_scores_are_the_rows_at_which_the_tokens_were_revealed(model, batch, mode, sampling):
+def test_scores_are_those_at_which_each_token_was_revealed(model, batch, mode, sampling):
     """Greedy: each token is the argmax of its row; sampling with top-k 1: the only one that is left."""
     options = {"do_sample": True, "top_k": 1, "temperature": 0.7} if sampling else {}
     output = generate(model, batch, output_scores=True, **options, **mode)
@@ -93,7 +93,7 @@ def test_statistics_count_the_forwards_of_every_row(model, batch, mode, ends):
     torch.testing.assert_close(output.tokens_per_forward, tokens / stats.backbone_forwards)
 
 
-def test_tokens_are_attributed_to_who_chose_them(model):
+def test_tokens_are_counted_for_backbone_or_head_by_who_chose_them(model):
     inputs = {"input_ids": PROMPT[:, :1]}
     assert generate(model, inputs, max_new_tokens=23).stats.tokens_by_head.tolist() == [0]
     direct = generate(model, inputs, max_new_tokens=23, mrp_mode="direct", mrp_steps=1).stats
@@ -117,7 +117,7 @@ def test_drafts_are_counted_by_depth(model, batch):
     assert saved.tolist() == stats.drafts_accepted.sum(1).tolist()
 
 
-def test_the_kinds_of_output(model):
+def test_generate_returns_ids_or_an_output_object(model):
     plain = model.generate(PROMPT, max_new_tokens=5, eos_token_id=None)
     assert isinstance(plain, torch.Tensor) and plain.dtype == torch.long
     output = model.generate(PROMPT, max_new_tokens=5, eos_token_id=None, return_dict_in_generate=True)

@@ -42,7 +42,7 @@ def test_remask_equals_the_plain_loop(model, prompts, criterion, threshold):
 
 
 @pytest.mark.parametrize("criterion", ["leave_one_out", "confidence", "residual"])
-def test_remask_that_doubts_nothing_is_dynamic_and_that_doubts_all_is_static(model, prompts, criterion):
+def test_remask_equals_dynamic_decoding_when_nothing_is_doubted_and_static_when_all_is(model, prompts, criterion):
     """Whatever the head says, the surest proposal stays: a block ends after at most block_size rounds."""
     nothing, everything = (99.0, 0.0) if criterion == "residual" else (0.0, 1.0)
     options = {"mrp_mode": "remask", "remask_criterion": criterion, "confidence_threshold": 0.2}

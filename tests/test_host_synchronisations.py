@@ -16,18 +16,22 @@ from modeling_mrp.options import DecodingOptions
 from modeling_mrp.sampling import Sampler
 
 FETCHES = ("aten::_local_scalar_dense", "aten::nonzero")
+INDEXING = ("aten::index.Tensor", "aten::index_put", "aten::index_put_")
 STEPS = 4
 
 
 class FetchCounter(TorchDispatchMode):
-    """Counts the operations that hand a value of a tensor to Python."""
+    """Counts operations that hand a value of a tensor to Python, or whose result has a size that depends on values."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.name() in FETCHES
+        by_boolean = func.name() in INDEXING and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in args[1]
+        )
+        self.count += func.name() in FETCHES or by_boolean
         return func(*args, **(kwargs or {}))
 
 

@@ -134,7 +134,7 @@ def test_forward_names_the_argument_that_does_not_fit(tiny_model, arguments, mes
         tiny_model()(**{"input_ids": torch.arange(4, 10)[None]} | arguments)
 
 
-def test_a_hole_in_the_mask_is_fine_when_the_positions_are_given(tiny_model):
+def test_a_mask_with_holes_is_allowed_when_positions_are_given(tiny_model):
     model = tiny_model()
     ids, mask = torch.arange(4, 10)[None], torch.tensor([[1, 1, 0, 1, 1, 1]])
     dense = model(ids[:, [0, 1, 3, 4, 5]]).logits

@@ -114,7 +114,7 @@ def test_a_fresh_head_starts_at_no_correction_and_can_learn():
     assert [name for name, p in model.named_parameters() if p.grad is not None and not name.startswith("mrp_")] == []
 
 
-def test_only_the_head_trains_whatever_train_says(tiny_model):
+def test_only_the_head_trains_even_after_train(tiny_model):
     model = tiny_model().train()
     assert model.training and model.mrp_head.training
     assert not any(module.training for part in (model.model, model.lm_head) for module in part.modules())

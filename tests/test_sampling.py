@@ -87,7 +87,7 @@ def test_the_order_of_key_parts_matters():
     assert combine_keys(a, b) != combine_keys(b, a)
 
 
-def test_row_keys_depend_on_the_prompt_and_its_number_only():
+def test_row_keys_depend_only_on_the_prompt_and_its_copy_number():
     prompts = torch.tensor([[5, 6, 7], [5, 6, 0], [5, 6, 7], [6, 5, 7], [5, 6, 7]])
     valid = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1], [1, 1, 1]]).bool()
     keys = row_keys(prompts, valid)
@@ -191,7 +191,7 @@ def test_a_sample_changes_with_every_part_of_its_key(change):
     assert (results[0] == results[1]).float().mean() < 0.5
 
 
-def test_the_mask_token_is_never_chosen_whatever_processors_do():
+def test_the_mask_token_is_never_chosen_even_if_a_processor_allows_it():
     """A processor that lifted the ban left every step without a reveal, so that decoding never ended."""
 
     def wants_the_mask(_, scores):

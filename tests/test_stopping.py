@@ -60,7 +60,7 @@ def letter_tokenizer():
 
 @pytest.mark.parametrize("mode", [None, "spec"])
 @pytest.mark.parametrize("at", [0, 3, 4, 9, 17])
-def test_stop_strings(tiny_model, mode, at):
+def test_a_stop_string_ends_the_row_after_its_last_token(tiny_model, mode, at):
     """A stop string over two tokens, wherever it lies in a block or across a border."""
     model, tokenizer = tiny_model(vocab_size=20), letter_tokenizer()
     free = model.generate(PROMPT, max_new_tokens=24, eos_token_id=None)[0, 3:].tolist()
@@ -72,7 +72,7 @@ def test_stop_strings(tiny_model, mode, at):
     assert output[0, 3:].tolist() == free[: text.index(stop) + 2]
 
 
-def test_several_ends_of_text_and_padding_behind_them(model, batch):
+def test_any_of_several_end_ids_ends_a_row_and_padding_follows(model, batch):
     free = generate(model, batch).sequences[:, 12:]
     ends = [free[0, 4].item(), free[1, 9].item()]
     output = generate(model, batch, eos_token_id=ends, pad_token_id=0).sequences[:, 12:]
@@ -82,7 +82,7 @@ def test_several_ends_of_text_and_padding_behind_them(model, batch):
         assert output[row].tolist() == (expected[:stop] + [0] * 20)[: output.shape[1]]
 
 
-def test_max_length_counts_the_prompt(model):
+def test_max_length_includes_the_prompt(model):
     free = unstopped_tokens(model)
     assert model.generate(PROMPT, max_length=9, eos_token_id=None)[0, 3:].tolist() == free[:6]
 

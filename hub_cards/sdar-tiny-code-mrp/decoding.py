@@ -24,16 +24,17 @@ The other modes read the current block alone. `direct` and `remask` let the head
 
 Host synchronisations. The host waits for the device where a shape, or whether a forward runs, depends on the tokens:
 
-    every round      `BlockState.synchronise` (one transfer of five numbers), and `on_progress`, which asks how many
-                     columns are finished and asks the stopping criteria once per finished column
+    every round      `BlockState.synchronise`: one transfer of five numbers
+                     `on_progress` of `generate`: how many columns have been finished since the last round, and for
+                     each of them whether any row goes on after the stopping criteria
     spec             whether any row still drafts, once per draft, before the next head step
     direct           whether any row is still unsettled, once per head step
     remask           how many reveals the head has to judge, once per round
     output_scores    `BlockState.write_scores` looks for the positions that were revealed, once per candidate
     rows dropped     when many rows have ended, their indices and the numbers of the smaller state
 
-These remain because the alternative is a forward that no row needs, which would also break the rule that every forward
-is counted. Logits processors and streamers may add their own.
+These remain because the alternative is to run a forward that no row needs. Logits processors, stopping criteria and
+streamers may add waits of their own.
 """
 
 from collections.abc import Callable
@@ -78,32 +79,26 @@ class Decoder:
         self.pad_token_id = pad_token_id
         self.cache = BlockCache(len(state.tokens), self._capacity(), state.block_size, state.tokens.device)
         self.forwards = CachedForwards(model, self.cache, options)
+        self.drafter = ChainDrafter(self.forwards, sampler, options)
         self.verifier = Verifier(sampler, options)
-        self.decode_round = self._round_of_mode()
+        self.remasker = None if options.revokes else HeadRemasker(self.forwards, sampler, options)
+        # what a round does, chosen once: a function that takes the logits processors' context
+        self.decode_round: Callable[[torch.Tensor | None], None] = {
+            None: self.backbone_round,
+            "spec": self.spec_round,
+            "direct": self.direct_round,
+            "remask": self.revoking_round if options.revokes else self.remask_round,
+        }[options.mrp_mode]
 
     def _capacity(self) -> int:
         """Cache slots per row: all tokens of the row, and the scratch slots of the widest forward."""
         state, options = self.state, self.options
-        # the last block is never committed: beside a clean block and the next one, or K candidates, there is room
+        # all blocks but the last may be committed; beside them a forward reads up to K candidates, or a clean block or
+        # a shadow and the current state
         capacity = state.width + max(options.candidates, 2) * state.block_size
         if options.mrp_mode == "remask" and not options.revokes:
             capacity += state.block_size**2  # leave-one-out: a state per position of the block
         return capacity
-
-    def _round_of_mode(self) -> Callable[[torch.Tensor | None], None]:
-        """Return the function that decodes a round in the mode of this call; it takes the processors' context."""
-        mode = self.options.mrp_mode
-        if mode == "spec":
-            self.drafter = ChainDrafter(self.forwards, self.sampler, self.options)
-        elif mode == "remask" and not self.options.revokes:
-            self.remasker = HeadRemasker(self.forwards, self.sampler, self.options)
-        remask_round = self.revoking_round if self.options.revokes else self.remask_round
-        return {
-            None: self.backbone_round,
-            "spec": self.spec_round,
-            "direct": self.direct_round,
-            "remask": remask_round,
-        }[mode]
 
     def run(self, on_progress: Callable[[BlockState], None]) -> None:
         """Decode until no row is running.
@@ -151,7 +146,7 @@ class Decoder:
         self.take(step, step.after, step.reveal_steps)
 
     def direct_round(self, context: torch.Tensor | None) -> None:
-        """`direct`: one step of the backbone, then up to K steps on corrected logits, which nobody verifies."""
+        """`direct`: one step of the backbone, then up to K steps on corrected logits without verification."""
         self.backbone_round(context)
         self.step_from_corrected_logits(context)
 

@@ -78,8 +78,9 @@ class HeadRemasker:
         masked = torch.arange(size, device=after.device) == where[..., None]  # [R, G, B], one position per state
         blocks = torch.where(masked, state.mask_token_id, after[:, None])
         hidden = state.hidden[:, None].expand(-1, most, -1, -1)
-        corrected = self.forwards.head(state, blocks, hidden, live)[masked].view(*where.shape, -1)  # [R, G, H]
-        logits = self.forwards.model.logits(corrected)
+        corrected = self.forwards.head(state, blocks, hidden, live)  # [R, G, B, H], read at the masked position only
+        at = where[..., None, None].expand(-1, -1, 1, corrected.shape[-1])
+        logits = self.forwards.model.logits(corrected.gather(2, at)[:, :, 0])  # [R, G, V]
         confidence = self.sampler.confidence_of(logits, after.gather(1, where), context)
         return torch.zeros(after.shape, device=after.device).scatter(1, where, confidence) >= self.threshold
 

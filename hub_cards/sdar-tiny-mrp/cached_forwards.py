@@ -99,9 +99,10 @@ class CachedForwards:
             state.forwards[:, BACKBONE] += state.running
             return self._backbone(blocks, positions, stream, real)
 
-        # group g of a row is clean block g if g < pending, and candidate g - pending after that
+        # group g of a row is clean block g if g < pending, and candidate g - pending after that. A row without pending
+        # blocks needs C groups, and one with pending blocks has at most most_beside_clean live candidates after them
         pending, count = (state.pending * state.running)[:, None], live.shape[1]
-        groups = max(state.max_pending + candidates.most_beside_clean, count)  # G, enough for every row
+        groups = max(state.max_pending + candidates.most_beside_clean, count)  # G
         group = torch.arange(groups, device=pending.device)[None]
         number = (group - pending).clamp(0, count - 1)  # [R, G]
         is_candidate = (group >= pending) & (group - pending < count)

@@ -69,7 +69,7 @@ class ChainDrafter:
         logits, placement = None, None
         for depth in range(1, self.candidates if state.running_rows > state.opening_rows else 1):
             if self.uses_head and (depth - 1) % self.steps_per_head_step == 0:
-                # one placement for the whole chain: rows that stop drafting keep their slots, and nobody reads them
+                # one placement for the whole chain: rows that stop drafting keep their slots, unread
                 placement = self.forwards.place_states(state, drafting[:, None]) if placement is None else placement
                 hidden = self.forwards.head(state, block[:, None], hidden[:, None], drafting[:, None], placement)[:, 0]
                 logits = None

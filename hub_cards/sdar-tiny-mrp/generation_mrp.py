@@ -129,7 +129,7 @@ class ColumnEmitter:
 
     def __call__(self, state: BlockState):
         """Emit the columns that have become ready, and stop the rows that have finished."""
-        # columns before every running row's current block; a row that has ended holds nobody back
+        # columns before every running row's current block; rows that have ended do not delay the others
         ready = int(torch.where(state.running, state.starts - state.prompt_lengths, self.max_new_tokens).min())
         done = self.sequences.shape[1] - self.prompt_columns
         while done < ready and self.unfinished.any():

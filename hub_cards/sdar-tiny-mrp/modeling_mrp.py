@@ -83,7 +83,7 @@ class MRPModelOutput(ModelOutput):
         last_hidden_state: the backbone's hidden states after its last norm (h_A), [R, L, H].
         corrected_logits: the head's estimates of the backbone's logits on each state of `revealed_ids` (W acc_1 ...
             W acc_K), [R, K, L, V].
-        corrected_hidden_states: the hidden states behind these estimates (acc_1 ... acc_K), [R, K, L, H].
+        corrected_hidden_states: the hidden states that give these estimates (acc_1 ... acc_K), [R, K, L, H].
         revealed_hidden_states: the backbone's own hidden states on `revealed_ids`, [R, K, L, H]; only with
             `teacher=True`.
     """
