@@ -60,12 +60,12 @@ def decode_and_count(model, prompts, monkeypatch, **options):
     ("options", "fetches"),
     [
         ({"mrp_mode": None}, 0),
-        ({"mrp_mode": None, "remasking_strategy": "low_confidence_dynamic", "confidence_threshold": 0.3}, 0),
+        ({"mrp_mode": None, "remasking_strategy": "low_confidence_dynamic", "confidence_threshold": 0.05}, 0),
         ({"mrp_mode": "spec", "mrp_steps": STEPS}, STEPS - 1),
         ({"mrp_mode": "spec", "mrp_steps": STEPS, "mrp_draft": "self"}, STEPS - 1),
         ({"mrp_mode": "direct", "mrp_steps": STEPS}, STEPS),
-        ({"mrp_mode": "remask", "confidence_threshold": 0.3}, 1),
-        ({"mrp_mode": "remask", "confidence_threshold": 0.3, "remask_criterion": "backbone"}, 0),
+        ({"mrp_mode": "remask", "confidence_threshold": 0.05}, 1),
+        ({"mrp_mode": "remask", "confidence_threshold": 0.05, "remask_criterion": "backbone"}, 0),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
