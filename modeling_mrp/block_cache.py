@@ -1,40 +1,52 @@
-"""Keys and values of a batch whose rows progress independently."""
+"""Keys and values of a batch whose rows progress independently of one another."""
 
 import torch
 from transformers.cache_utils import Cache
 
-from .masks import CLEAN, UNWRITTEN, Tokens
+from .masks import CLEAN, UNWRITTEN, TokenLayout
 
 
 class BlockCache(Cache):
-    """Preallocated keys and values [R, heads, capacity, d] per layer, backbone and head layers alike.
+    """Preallocated keys and values [R, heads, capacity, d] per layer, for the backbone and for the head.
 
-    Slot i of a row holds the token at position i while i is below the row's committed length. A forward writes
-    behind that length (scratch) and sees all up to there; `commit` keeps what was written first. Nothing is cropped:
-    what was not committed is written over by the next forward.
+    The slots of a row, after a forward of Q tokens:
+
+        slot      0 ...... length - 1 | length ... length + Q - 1 | length + Q ... capacity - 1
+        holds     committed tokens    | scratch: the last forward | leftovers (segment UNWRITTEN)
+
+    Invariant: slot i below a row's committed length holds the clean token at position i. A forward writes its tokens
+    to the scratch slots after the row's own length, and the mask decides what it sees of all slots up to there.
+    `commit` keeps the first scratch slots by raising the length. Nothing is ever cropped: the next forward overwrites
+    what was not committed.
 
     Args:
-        rows: R.
-        capacity: slots per row; a forward of Q tokens needs Q slots behind every row's length.
+        rows: number of rows R.
+        capacity: slots per row; a forward of Q tokens needs Q slots after the longest row's length.
         block_size: tokens per block.
-        device: of the bookkeeping; keys and values follow the layers that write them.
+        device: device of the lengths; keys and values are on the device of the layers that write them.
     """
 
-    def __init__(self, rows: int, capacity: int, block_size: int, device: torch.device):
+    def __init__(self, rows: int, capacity: int, block_size: int, device: torch.device) -> None:
         super().__init__(layers=[])
         self.capacity = capacity
         self.block_size = block_size
-        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self._longest = 0
-        self._slots = None
-        self._span = 0
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # committed tokens per row, [R]
+        self._longest = 0  # the greatest of them, known without asking the device
+        self._slots = None  # slots that the current forward writes to, [R, Q]
+        self._span = 0  # slots that the current forward may see
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def place(self, queries: Tokens) -> Tokens:
-        """Assign slots to the next forward's tokens [R, Q]; returns the keys' tokens [R, S] that it will see.
+    def assign_slots(self, queries: TokenLayout) -> TokenLayout:
+        """Assign scratch slots to the tokens of the next forward.
+
+        Args:
+            queries: layout of these tokens, [R, Q].
+
+        Returns:
+            The layout of the keys that the forward will get from `update`, [R, S]: committed tokens and its own.
 
         Raises:
-            ValueError: when they do not fit.
+            ValueError: when the tokens do not fit into the capacity.
         """
         width = queries.segment.shape[1]
         self._span = self._longest + width
@@ -42,12 +54,12 @@ class BlockCache(Cache):
             raise ValueError(f"BlockCache holds {self.capacity} slots per row, but {self._span} are needed")
         device = self.lengths.device
         self._slots = self.lengths[:, None] + torch.arange(width, device=device)
-        slot = torch.arange(self._span, device=device).expand(len(self.lengths), -1)
-        scratch = slot - self.lengths[:, None]
+        slot = torch.arange(self._span, device=device).expand(len(self.lengths), -1)  # [R, S]
+        scratch = slot - self.lengths[:, None]  # index into the queries; negative in committed slots
         committed = scratch < 0
         written = scratch.clamp(0, width - 1)
         keys = queries.map(lambda field: field.gather(1, written))
-        return Tokens(
+        return TokenLayout(
             segment=torch.where(committed, 0, torch.where(scratch < width, keys.segment, UNWRITTEN)),
             block=torch.where(committed, slot // self.block_size, keys.block),
             stream=torch.where(committed, CLEAN, keys.stream),
@@ -55,12 +67,18 @@ class BlockCache(Cache):
             position=None if keys.position is None else torch.where(committed, slot, keys.position),
         )
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Write [R, heads, Q, d] to the slots assigned by `place`; returns all that this forward may see."""
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a layer's keys and values [R, heads, Q, d] to the assigned slots.
+
+        Returns:
+            The layer's keys and values in all slots that this forward may see, [R, heads, S, d] each.
+        """
         if layer_idx not in self._buffers:
             rows, heads, _, size = key_states.shape
             shape = (rows, heads, self.capacity, size)
-            # zeros, not uninitialised memory: a masked NaN would still spread through attention
+            # zeros, not uninitialised memory: a NaN spreads through attention even where it is masked
             self._buffers[layer_idx] = (key_states.new_zeros(shape), value_states.new_zeros(shape))
         buffers = self._buffers[layer_idx]
         index = self._slots[:, None, :, None].expand_as(key_states)
@@ -68,17 +86,22 @@ class BlockCache(Cache):
             buffer.scatter_(2, index, states)
         return tuple(buffer[:, :, : self._span] for buffer in buffers)
 
-    def commit(self, counts: torch.Tensor, longest: int):
-        """Keep the first `counts` [R] tokens of the last forward; `longest` is the greatest length after that."""
+    def commit(self, counts: torch.Tensor, longest: int) -> None:
+        """Keep the first tokens of the last forward.
+
+        Args:
+            counts: how many tokens each row keeps, [R].
+            longest: the greatest committed length after that, known to the host.
+        """
         self.lengths = self.lengths + counts
         self._longest = longest
 
-    def keep(self, rows: torch.Tensor):
-        """Forget all rows but these [n]."""
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop all rows but those with the given indices [n]."""
         self.lengths = self.lengths[rows]
-        for layer, buffers in self._buffers.items():  # one by one: two copies of a layer at most
+        for layer, buffers in self._buffers.items():  # layer by layer, so that only one layer exists twice
             self._buffers[layer] = tuple(buffer[rows] for buffer in buffers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The greatest committed length."""
+        """Return the greatest committed length."""
         return self._longest

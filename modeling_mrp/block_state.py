@@ -1,33 +1,51 @@
-"""Where every row of a batch stands: its tokens, its current block, and what decoding has cost it so far."""
+"""The rows of a decoding call: their tokens, the block each of them is decoding, and what decoding has cost so far."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 
-CONSTANT = ("prompt_lengths", "limits")
-RESULTS = ("tokens", "starts", "running", "forwards", "revealed_by_head", "reveal_steps", "proposed", "accepted")
-IN_PROGRESS = ("positions", "pending", "steps", "opening", "hidden", "scores")
-
 
 class BlockState:
-    """Rows are left-aligned without padding, so column i of `tokens` is position i; they progress independently.
+    """Tokens, position and statistics of every row; the rows progress independently of one another.
+
+    Rows are left-aligned without padding, so column i of `tokens` holds position i. A row with a prompt of 9 tokens
+    and blocks of 4 just after its first new block has become complete (`#`: a token, `_`: the mask token):
+
+        position   0       4       8       12      16
+        tokens     # # # # # # # # # # # # _ _ _ _ _ _ _ _
+                   [  in the cache ][pending][current]          starts = 12, pending = 1
+
+    The current block is the one that is being decoded. All blocks before it are clean: they hold no mask and never
+    change again. Pending blocks are the clean blocks that are not in the cache yet. Invariants: the cache holds
+    `starts / block_size - pending` blocks of the row, and pending blocks exist only while the row is `opening`.
 
     Args:
-        prompts: token ids [R, P], left-aligned.
-        prompt_lengths: real tokens of each prompt [R].
-        max_new_tokens: at most so many new tokens per row.
-        block_size, mask_token_id: of the model.
-        eos_token_ids: ids that end a row, [E] (may be empty).
-        depth: length of the per-depth statistics.
+        prompts: token ids, left-aligned, [R, P].
+        prompt_lengths: number of tokens of each prompt, [R].
+        max_new_tokens: the most new tokens per row.
+        block_size: tokens per block B.
+        mask_token_id: id of [MASK].
+        eos_token_ids: ids that end a row, [E]; may be empty.
+        depth: number of depths for which drafts are counted.
     """
 
-    def __init__(self, prompts, prompt_lengths, max_new_tokens, block_size, mask_token_id, eos_token_ids, depth):
+    def __init__(
+        self,
+        prompts: torch.Tensor,
+        prompt_lengths: torch.Tensor,
+        max_new_tokens: int,
+        block_size: int,
+        mask_token_id: int,
+        eos_token_ids: torch.Tensor,
+        depth: int,
+    ) -> None:
         rows, device = len(prompts), prompts.device
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.eos_token_ids = eos_token_ids
         self.prompt_lengths = prompt_lengths
-        self.limits = prompt_lengths + max_new_tokens
+        self.limits = prompt_lengths + max_new_tokens  # position after the last token that may be returned, [R]
         self.width = -(-int(self.limits.max()) // block_size) * block_size
         self.tokens = torch.full((rows, self.width), mask_token_id, device=device)
         column = torch.arange(self.width, device=device)
@@ -35,45 +53,87 @@ class BlockState:
         self.tokens[:, : shown.shape[1]] = shown
         self.tokens[column >= prompt_lengths[:, None]] = mask_token_id
 
-        self.starts = prompt_lengths // block_size * block_size  # of the current block
-        self.positions = self.starts[:, None] + torch.arange(block_size, device=device)  # of its tokens, [R, B]
-        self.pending = prompt_lengths // block_size  # clean blocks before it that are not in the cache yet
-        self.steps = torch.zeros_like(prompt_lengths)  # denoising steps done in the current block
-        self.opening = torch.ones(rows, dtype=torch.bool, device=device)  # no forward has seen the current block yet
-        self.running = torch.ones(rows, dtype=torch.bool, device=device)
-        self.hidden = None  # [R, B, H], h_A of the state before the last step
-        self.scores = None  # [R, width, V], the logits row at which each token was revealed, when asked for
+        # where each row is
+        self.starts = prompt_lengths // block_size * block_size  # first position of the current block, [R]
+        self.positions = self.starts[:, None] + torch.arange(block_size, device=device)  # of that block, [R, B]
+        self.pending = prompt_lengths // block_size  # clean blocks that are not in the cache yet, [R]
+        self.steps = torch.zeros_like(prompt_lengths)  # denoising steps done in the current block, [R]
+        self.opening = torch.ones(rows, dtype=torch.bool, device=device)  # no forward has read the current block, [R]
+        self.running = torch.ones(rows, dtype=torch.bool, device=device)  # the row has not ended, [R]
+        self.hidden = None  # backbone's hidden states of the current block before its last step, [R, B, H]
 
-        self.forwards = torch.zeros(rows, 3, dtype=torch.long, device=device)  # backbone, head, prefill
+        # what `generate` returns
+        self.scores = None  # scores at which each token was revealed, [R, width, V]; only when asked for
+        self.forwards = torch.zeros(rows, 3, dtype=torch.long, device=device)  # of backbone, head, prefill
         self.revealed_by_head = torch.zeros_like(self.tokens, dtype=torch.bool)
-        self.reveal_steps = torch.full_like(self.tokens, -1)  # denoising step, within the block, of each reveal
-        self.proposed = torch.zeros(rows, depth, dtype=torch.long, device=device)
+        self.reveal_steps = torch.full_like(self.tokens, -1)  # denoising step of its block that revealed each token
+        self.proposed = torch.zeros(rows, depth, dtype=torch.long, device=device)  # drafts per depth
         self.accepted = torch.zeros(rows, depth, dtype=torch.long, device=device)
         self.synchronise()
 
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "BlockState":
+        """Return a state each of whose per-row tensors is the function's result for this one's."""
+        mapped = copy.copy(self)
+        mapped.prompt_lengths, mapped.limits = function(self.prompt_lengths), function(self.limits)
+        mapped.tokens = function(self.tokens)
+        mapped.starts, mapped.positions = function(self.starts), function(self.positions)
+        mapped.pending, mapped.steps = function(self.pending), function(self.steps)
+        mapped.opening, mapped.running = function(self.opening), function(self.running)
+        mapped.hidden = None if self.hidden is None else function(self.hidden)
+        mapped.scores = None if self.scores is None else function(self.scores)
+        mapped.forwards, mapped.revealed_by_head = function(self.forwards), function(self.revealed_by_head)
+        mapped.reveal_steps = function(self.reveal_steps)
+        mapped.proposed, mapped.accepted = function(self.proposed), function(self.accepted)
+        mapped.synchronise()
+        return mapped
+
     def take(self, rows: torch.Tensor) -> "BlockState":
-        """A state of some rows [n] only, which goes on by itself until `put` writes it back."""
-        part = copy.copy(self)
-        for name in (*CONSTANT, *RESULTS, *IN_PROGRESS):
-            value = getattr(self, name)
-            setattr(part, name, None if value is None else value[rows])
-        part.synchronise()
-        return part
+        """Return a state of the rows [n] alone, which changes independently of this one until `put` copies it back."""
+        return self.map(lambda tensor: tensor[rows])
 
-    def put(self, rows: torch.Tensor, part: "BlockState"):
-        """Take over where `part`, of the rows [n], stands and what it has cost; all but the logits rows."""
-        if part is not self:
-            for name in RESULTS:
-                getattr(self, name)[rows] = getattr(part, name)
+    def put(self, rows: torch.Tensor, subset: "BlockState") -> None:
+        """Copy the tokens, the progress and the counters of a subset back; logits rows (`scores`) are not copied.
 
-    def synchronise(self):
-        """Read what shapes the next forward to the host: the one synchronisation of a round."""
-        running = self.running.long()
-        longest = (self.starts - self.pending * self.block_size + self.pending * running * self.block_size).max()
-        numbers = torch.stack(
-            [running.sum(), (self.pending * running).max(), longest, (self.opening & self.running).sum()]
+        Args:
+            rows: indices of the subset's rows in this state, [n].
+            subset: a state that `take` made, or this state itself.
+        """
+        if subset is not self:
+            for own, theirs in zip(self._copied_back(), subset._copied_back(), strict=True):
+                own[rows] = theirs
+
+    def _copied_back(self) -> tuple[torch.Tensor, ...]:
+        return (
+            self.tokens,
+            self.starts,
+            self.running,
+            self.forwards,
+            self.revealed_by_head,
+            self.reveal_steps,
+            self.proposed,
+            self.accepted,
         )
-        self.running_rows, self.max_pending, self.next_longest, self.opening_rows = numbers.tolist()
+
+    def synchronise(self) -> None:
+        """Copy the scalars that determine the next round's shapes to the host, in one transfer.
+
+        A round waits for the device in other places too: decoding.py lists them all.
+        """
+        running = self.running.long()
+        # rows that have ended keep their cached length: their pending blocks will not be committed
+        next_lengths = self.starts - self.pending * self.block_size + self.pending * running * self.block_size
+        scalars = torch.stack(
+            [
+                running.sum(),
+                (self.opening & self.running).sum(),
+                (self.pending * running).max(),
+                next_lengths.max(),
+                self.starts.max(),
+            ]
+        )
+        self.running_rows, self.opening_rows, self.max_pending, self.next_longest, self.longest_start = (
+            scalars.tolist()
+        )
 
     @property
     def block(self) -> torch.Tensor:
@@ -82,15 +142,19 @@ class BlockState:
 
     @property
     def revocable(self) -> torch.Tensor:
-        """Where the current block holds a token that was generated, [R, B]."""
+        """Which positions of the current block hold a token that was generated, [R, B]."""
         return (self.block != self.mask_token_id) & (self.positions >= self.prompt_lengths[:, None])
 
     def write(
         self, block: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor, by_head: torch.Tensor | bool = False
-    ):
-        """Put [R, B] into the current block of the given rows [R].
+    ) -> None:
+        """Write the current block of some rows, and record how each token that changes was revealed.
 
-        `steps` [R, B] are the denoising steps, and `by_head` marks whose reveals, of what is new.
+        Args:
+            block: new tokens of the block, [R, B].
+            rows: which rows to write, boolean [R].
+            steps: denoising step to record at each position, [R, B].
+            by_head: whether the head chose the token, [R, B] or one value for all.
         """
         positions = self.positions
         old = self.tokens.gather(1, positions)
@@ -99,34 +163,49 @@ class BlockState:
         for record, value in ((self.revealed_by_head, by_head), (self.reveal_steps, steps)):
             record.scatter_(1, positions, torch.where(new != old, value, record.gather(1, positions)))
 
-    def write_scores(self, scores: torch.Tensor, where: torch.Tensor):
-        """Keep the logits rows [R, B, V] of the positions [R, B] that were revealed from them."""
+    def write_scores(self, scores: torch.Tensor, where: torch.Tensor) -> None:
+        """Store the scores at which tokens were revealed.
+
+        Args:
+            scores: scores of the current block, [R, B, V].
+            where: positions that were revealed from them, boolean [R, B].
+        """
         if self.scores is None:
             self.scores = scores.new_zeros(*self.tokens.shape, scores.shape[-1])
         row, column = where.nonzero(as_tuple=True)
         self.scores[row, self.starts[row] + column] = scores[row, column]
 
     def settled(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Whether nothing that will be returned is masked any more, [R, ...] for states [R, ..., B].
+        """Return whether a block needs no further step: nothing that will be returned is masked any more.
 
-        What lies behind the first end of text or behind the row's limit is not needed.
+        Tokens after the first end of text and tokens after the row's limit are not returned, so they may stay masked.
+
+        Args:
+            blocks: one or more states of each row's current block, [R, ..., B].
+
+        Returns:
+            Boolean [R, ...].
         """
-        return ~((blocks == self.mask_token_id) & self._needed(blocks)).any(-1)
+        return ~((blocks == self.mask_token_id) & self._returned(blocks)).any(-1)
 
-    def _needed(self, blocks):
+    def _returned(self, blocks):
         eos = self._eos(blocks).long()
-        not_behind_eos = eos.cumsum(-1) - eos == 0
-        return not_behind_eos & self._spread(self.positions < self.limits[:, None], blocks)
+        not_after_eos = eos.cumsum(-1) - eos == 0
+        return not_after_eos & self._expand(self.positions < self.limits[:, None], blocks)
 
     def _eos(self, blocks):
-        generated = self._spread(self.positions >= self.prompt_lengths[:, None], blocks)
+        generated = self._expand(self.positions >= self.prompt_lengths[:, None], blocks)
         return torch.isin(blocks, self.eos_token_ids) & generated
 
-    def _spread(self, flags, blocks):
+    def _expand(self, flags, blocks):
+        """View flags [R, B] so that they broadcast against blocks [R, ..., B]."""
         return flags.view(len(flags), *[1] * (blocks.dim() - 2), self.block_size)
 
-    def advance(self):
-        """Rows whose block is settled end, or go on to the next block; its keys and values are then pending."""
+    def advance(self) -> None:
+        """Move the rows whose block is settled to their next block, or end them.
+
+        A completed block becomes pending: its keys and values are computed in the next forward, beside the next block.
+        """
         block = self.block
         settled = self.settled(block) & self.running
         ended = settled & (self._eos(block).any(-1) | (self.starts + self.block_size >= self.limits))
@@ -138,8 +217,15 @@ class BlockState:
         self.steps = torch.where(moved, 0, self.steps)
         self.opening = self.opening | moved
 
-    def clean_blocks(self, count: int):
-        """The first `count` pending blocks of each row: ids, positions and which are real, all [R, count, B]."""
+    def clean_blocks(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the pending clean blocks of each row, the earliest first.
+
+        Args:
+            count: how many blocks to return per row; rows with fewer are filled with blocks that are not real.
+
+        Returns:
+            Token ids, positions, and which of them are real, each [R, count, B].
+        """
         group = torch.arange(count, device=self.starts.device)[None, :, None]
         first = self.starts - self.pending * self.block_size
         offset = torch.arange(count * self.block_size, device=self.starts.device)
@@ -150,7 +236,7 @@ class BlockState:
         return ids.view(shape), positions.view(shape), real.expand(shape)
 
     def finished_tokens(self, pad_token_id: int) -> torch.Tensor:
-        """All tokens before each row's current block, left-padded, [R, longest]."""
-        width = int(self.starts.max())
+        """Return all tokens before each row's current block, left-padded, [R, longest]."""
+        width = self.longest_start
         column = torch.arange(width, device=self.starts.device) - (width - self.starts[:, None])
         return torch.where(column >= 0, self.tokens.gather(1, column.clamp(min=0)), pad_token_id)

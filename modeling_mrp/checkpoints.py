@@ -1,8 +1,10 @@
-"""Reading a checkpoint that was not written by this package: its config and its tensor names, never its code."""
+"""Loading checkpoints, also those of other projects: their config and their tensors, never the code they hold."""
 
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
@@ -11,11 +13,11 @@ from transformers.utils.hub import extract_commit_hash
 from .configuration_mrp import AUTO_MAP, MRPConfig
 
 HEAD_PREFIX = "mrp_head."
-# names of the head in published checkpoints, newest first
+# prefixes of the head's tensors in published checkpoints, newest first
 PUBLISHED_HEAD_PREFIXES = ("mrp_modules.0.model.", "mtp_modules.0.model.")
 ARCHITECTURES = ("sdar", "sdar_mrp", "qwen3")
 HUB_ARGUMENTS = ("revision", "cache_dir", "token", "force_download", "local_files_only", "subfolder", "proxies")
-# keys of a published config.json that our config names otherwise, or that belong to the code it came with
+# keys of a published config.json that have another name in our config or that belong to the code it came with
 DROPPED = (
     "architectures",
     "model_type",
@@ -25,32 +27,151 @@ DROPPED = (
     "fuse_cross_entropy",
     "use_cache",
 )
-OF_A_HEAD = ("calibrated_remask_threshold", "trained_acceptance")  # measured on it: they go when it goes
+# values that were measured with a head: they are dropped together with it
+MEASURED_WITH_HEAD = ("calibrated_remask_threshold", "trained_acceptance")
 
 
 @dataclass
 class Checkpoint:
-    """What is to be loaded: our config for it, how its tensors are renamed (regex), whether it holds a head."""
+    """How to load a checkpoint.
+
+    Attributes:
+        config: our config for it.
+        renames: how to rename its tensors, regular expression to replacement.
+        has_head: whether it holds a head that is to be loaded.
+    """
 
     config: MRPConfig
     renames: dict[str, str]
     has_head: bool
 
 
+class CheckpointMixin:
+    """Loads `MRPForDiffusionLM`: `from_pretrained` takes our own checkpoints, `from_backbone` takes others too."""
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | PathLike, *model_args, **kwargs
+    ) -> "CheckpointMixin | tuple[CheckpointMixin, dict]":
+        """Load a checkpoint as in transformers, but raise unless it holds exactly the tensors of its config.
+
+        A head is never initialised at random because the checkpoint lacks it.
+
+        Args:
+            pretrained_model_name_or_path: a folder or a Hub id.
+            model_args: further positional arguments of transformers' `from_pretrained`.
+            kwargs: keyword arguments of transformers' `from_pretrained`; and `optional_tensors`, a prefix of tensor
+                names that the checkpoint may lack or hold in excess (None: no tensor may).
+
+        Raises:
+            ValueError: for tensors that are missing, left over, of a wrong shape or unreadable; the message names
+                them.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        optional = kwargs.pop("optional_tensors", None)
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path,
+                *model_args,
+                # tensors of a wrong shape are not ignored: check_tensors names them all
+                **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True},
+            )
+        except SafetensorError as error:
+            raise ValueError(
+                f"the weights of {pretrained_model_name_or_path} cannot be read ({error}): "
+                "a file is damaged or cut short; copy or download it again"
+            ) from error
+        check_tensors(pretrained_model_name_or_path, info, optional)
+        model.generation_config._from_model_config = False  # otherwise the next reload would lose its options
+        model.freeze_backbone()
+        return (model, info) if with_info else model
+
+    @classmethod
+    def from_backbone(
+        cls,
+        source: str | PathLike,
+        num_mrp_layers: int | None = None,
+        head_init: str = "fresh",
+        block_size: int | None = None,
+        mask_token_id: int | None = None,
+        mrp_residual: bool | None = None,
+        default_mrp_layers: int = 3,
+        **kwargs,
+    ) -> "CheckpointMixin":
+        """Load an SDAR checkpoint with a fresh head, or a published SDAR-MRP checkpoint or our own with its head.
+
+        Only `config.json` and the safetensors are read; code that the source holds is never run.
+
+        Args:
+            source: a folder or a Hub id.
+            num_mrp_layers: number of layers of the head; 0 drops a head that the source holds, and any other value
+                must agree with it.
+            head_init: "fresh" (random layers) or "backbone_layers" (copies of the backbone's last layers). In both
+                cases the output of a new residual head is zero.
+            block_size: replaces the source's block size, with a warning.
+            mask_token_id: replaces the source's mask token id, with a warning.
+            mrp_residual: False for a head that predicts the full next distribution (see `MRPConfig`). The default is
+                what the source's config says, or True. The config of a published head does not say: pass False for
+                one that was trained without residual.
+            default_mrp_layers: number of layers of a fresh head when `num_mrp_layers` is None; 0 leaves a source
+                without a head as it is.
+            kwargs: arguments of `from_pretrained` (dtype, revision, cache_dir, token, device_map, ...).
+
+        Raises:
+            ValueError: for another architecture, for tensors that are missing, left over or of a wrong shape, or for
+                an option out of its range.
+        """
+        if head_init not in ("fresh", "backbone_layers"):
+            raise ValueError(f"head_init must be 'fresh' or 'backbone_layers', got {head_init!r}")
+        checkpoint = read_checkpoint(
+            source, num_mrp_layers, block_size, mask_token_id, kwargs, mrp_residual, default_mrp_layers
+        )
+        if head_init == "backbone_layers" and checkpoint.config.num_mrp_layers > checkpoint.config.num_hidden_layers:
+            raise ValueError(
+                f"head_init='backbone_layers' cannot copy num_mrp_layers={checkpoint.config.num_mrp_layers} layers: "
+                f"the backbone has {checkpoint.config.num_hidden_layers}"
+            )
+        model = cls.from_pretrained(
+            source,
+            config=checkpoint.config,
+            key_mapping=checkpoint.renames,
+            optional_tensors=None if checkpoint.has_head else HEAD_PREFIX,
+            **kwargs,
+        )
+        model._weight_conversions = None  # otherwise transformers would save under the source's tensor names
+        model.generation_config.use_cache = None  # False in published configs, which refers to training
+        if model.mrp_head is None:
+            model.generation_config.mrp_mode = None
+        elif getattr(model.generation_config, "mrp_mode", None) is None:
+            model.generation_config.mrp_mode = "spec"
+        if head_init == "backbone_layers" and not checkpoint.has_head:
+            model.copy_backbone_layers_to_head()
+        return model
+
+
 def read_checkpoint(
-    source, num_mrp_layers=None, block_size=None, mask_token_id=None, arguments=(), mrp_residual=None
+    source: str | PathLike,
+    num_mrp_layers: int | None = None,
+    block_size: int | None = None,
+    mask_token_id: int | None = None,
+    arguments: Mapping | tuple = (),
+    mrp_residual: bool | None = None,
+    default_mrp_layers: int = 3,
 ) -> Checkpoint:
     """Read the config and the tensor names of an SDAR, a published SDAR-MRP or our own checkpoint.
 
     Args:
         source: a folder or a Hub id.
-        num_mrp_layers, block_size, mask_token_id: override what the checkpoint says.
-        arguments: mapping from which the arguments for the Hub are taken (revision, token, ...).
-        mrp_residual: of a fresh head, or of one whose checkpoint does not say (see `MRPConfig`).
+        num_mrp_layers: number of layers of the head; 0 drops the checkpoint's head.
+        block_size: replaces the checkpoint's block size.
+        mask_token_id: replaces the checkpoint's mask token id.
+        arguments: mapping that may hold arguments for the Hub (revision, token, ...); its other entries are ignored.
+        mrp_residual: kind of a fresh head, or of a head whose checkpoint does not say (see `MRPConfig`).
+        default_mrp_layers: number of layers of a fresh head when `num_mrp_layers` is None.
 
     Raises:
         ValueError: for another architecture, or for options that contradict the checkpoint.
-        OSError: when `config.json` or the safetensors are not there.
+        OSError: when `config.json` or the safetensors cannot be found.
     """
     hub = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
     path = cached_file(source, "config.json", **hub)
@@ -66,20 +187,24 @@ def read_checkpoint(
     _override(values, "block_size", block_size)
     _override(values, "mask_token_id", mask_token_id)
     values["mrp_residual"] = _residual(source, values.get("mrp_residual") if has_head else None, mrp_residual)
-    config = _config(source, values, num_mrp_layers, has_head)
-    config._commit_hash = extract_commit_hash(path, None)  # the weights are then of the same commit
+    config = _config(source, values, num_mrp_layers, has_head, default_mrp_layers)
+    config._commit_hash = extract_commit_hash(path, None)  # so that the weights are loaded from the same commit
     renames = {}
     if prefix is not None and prefix != HEAD_PREFIX:
         renames["^" + prefix.replace(".", r"\.")] = HEAD_PREFIX
     return Checkpoint(config, renames, has_head)
 
 
-def tensor_names(source, hub=None) -> list[str]:
-    """Names of all tensors of a safetensors checkpoint, sharded or not; reads headers only.
+def tensor_names(source: str | PathLike, hub: dict | None = None) -> list[str]:
+    """Return the names of all tensors of a safetensors checkpoint, sharded or not; only headers are read.
+
+    Args:
+        source: a folder or a Hub id.
+        hub: arguments for the Hub (revision, token, ...).
 
     Raises:
         ValueError: when the file is damaged.
-        OSError: when there is none.
+        OSError: when the checkpoint has no safetensors.
     """
     hub = hub or {}
     index = cached_file(source, "model.safetensors.index.json", **hub, _raise_exceptions_for_missing_entries=False)
@@ -94,6 +219,38 @@ def tensor_names(source, hub=None) -> list[str]:
         raise ValueError(f"{path} cannot be read ({error}): it is damaged or cut short") from error
 
 
+def check_tensors(source: str | PathLike, info: dict, optional: str | None = None) -> None:
+    """Raise unless a checkpoint held exactly the tensors of the model that was loaded from it.
+
+    Args:
+        source: the checkpoint, for the message.
+        info: loading info of transformers' `from_pretrained`.
+        optional: prefix of tensors that may be missing or left over; None: no tensor may.
+
+    Raises:
+        ValueError: for tensors that are missing, left over or of a wrong shape; the message names them.
+    """
+    missing, left_over = (
+        sorted(name for name in info[kind] if optional is None or not name.startswith(optional))
+        for kind in ("missing_keys", "unexpected_keys")
+    )
+    wrong = [
+        f"{name} {list(found)} instead of {list(expected)}"
+        for name, found, expected in sorted(info["mismatched_keys"])
+    ]
+    if missing or left_over or wrong:
+        raise ValueError(
+            f"{source} does not fit its config: missing tensors: {_some(missing)}; "
+            f"left-over tensors: {_some(left_over)}; tensors of a wrong shape: {_some(wrong)}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    """List at most eight names, and say how many more there are."""
+    shown = ", ".join(names[:8]) or "none"
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
 def _head_prefix(names: list[str]) -> str | None:
     for prefix in (HEAD_PREFIX, *PUBLISHED_HEAD_PREFIXES):
         if any(name.startswith(prefix) for name in names):
@@ -101,33 +258,36 @@ def _head_prefix(names: list[str]) -> str | None:
     return None
 
 
-def _config(source, values: dict, num_mrp_layers: int | None, has_head: bool) -> MRPConfig:
-    """Our config from the `config.json` of the source."""
+def _config(source, values: dict, num_mrp_layers: int | None, has_head: bool, default_layers: int) -> MRPConfig:
+    """Make our config from the `config.json` of the source."""
     layers = values.pop("num_mrp_layers", values.get("num_nextn_predict_layers"))
     if has_head and num_mrp_layers is not None and num_mrp_layers != layers:
         raise ValueError(
             f"num_mrp_layers={num_mrp_layers} contradicts {source}, whose head has {layers} layers: "
-            "leave it out to keep that head, or pass 0 to drop it"
+            "omit it to keep that head, or pass 0 to drop the head"
         )
-    fresh = 3 if num_mrp_layers is None else num_mrp_layers
-    kept = {key: value for key, value in values.items() if key not in (DROPPED if has_head else DROPPED + OF_A_HEAD)}
+    fresh = default_layers if num_mrp_layers is None else num_mrp_layers
+    dropped = DROPPED if has_head else DROPPED + MEASURED_WITH_HEAD
+    kept = {key: value for key, value in values.items() if key not in dropped}
     config = MRPConfig(**kept, num_mrp_layers=layers if has_head else fresh, auto_map=dict(AUTO_MAP))
     config.architectures = ["MRPForDiffusionLM"]
     return config
 
 
 def _residual(source, stated: bool | None, wanted: bool | None) -> bool:
-    """`mrp_residual` of the head that is loaded (`stated` by its own checkpoint) or made."""
+    """Return `mrp_residual` from what the checkpoint of the head states and what the caller wants; default True."""
     if None not in (stated, wanted) and stated != wanted:
         raise ValueError(
             f"mrp_residual={wanted} contradicts {source}, whose head was trained with {stated}: "
-            "leave it out to keep that head, or drop it first (`mrp convert --num-mrp-layers 0`)"
+            "omit it to keep that head, or drop the head first (`mrp convert --num-mrp-layers 0`)"
         )
-    return next((value for value in (stated, wanted) if value is not None), True)
+    if stated is not None:
+        return stated
+    return True if wanted is None else wanted
 
 
 def _override(values: dict, name: str, value: int | None):
-    """Set an option in the config's values; one other than the checkpoint's own is allowed, but not in silence."""
+    """Set a value of the config; replacing a different value of the checkpoint gives a warning."""
     current = values.get(name)
     if value is None or value == current:
         return

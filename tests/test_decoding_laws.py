@@ -1,7 +1,8 @@
-"""The laws that every decoding mode keeps (spec is lossless, rows are independent, forwards are counted)."""
+"""The laws that every decoding mode keeps: spec is lossless, rows are independent, and forwards are counted."""
 
 import pytest
 import torch
+from decoding_calls import SAMPLING, batch, generate, random_prompts, rows_without_padding, sharp_head
 from plain_loop import plain_decode
 
 RULES = {
@@ -11,8 +12,6 @@ RULES = {
     "sequential": {"denoising_steps": 8},
     "entropy_bounded": {"eb_threshold": 1.5},
 }
-SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.02}
-PROMPT_LENGTHS = (1, 7, 8, 9, 26)  # 1, B - 1, B, B + 1, 3 B + 2
 
 
 def options_of(rule):
@@ -21,46 +20,10 @@ def options_of(rule):
 
 @pytest.fixture(scope="module")
 def prompts():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(4, 61, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    return random_prompts()
 
 
-def batch(prompts, side="left"):
-    """Padded ids and mask, [R, P]."""
-    width = max(map(len, prompts))
-    ids, mask = [], []
-    for prompt in prompts:
-        gap = [0] * (width - len(prompt))
-        ids.append(gap + prompt if side == "left" else prompt + gap)
-        mask.append([0] * len(gap) + [1] * len(prompt) if side == "left" else [1] * len(prompt) + [0] * len(gap))
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-
-
-def generate(model, inputs, seed=5, **options):
-    """New tokens [R, new] and the whole output."""
-    torch.manual_seed(seed)
-    options = {"max_new_tokens": 13, "eos_token_id": [1, 7], "mrp_mode": None} | options
-    output = model.generate(**inputs, **options, return_dict_in_generate=True)
-    return output.sequences[:, inputs["input_ids"].shape[1] :], output
-
-
-def rows_without_padding(new, eos=(1, 7), pad=0):
-    """Each row as a list up to its end of text; what follows must be padding."""
-    rows = []
-    for row in new.tolist():
-        end = next((at + 1 for at, token in enumerate(row) if token in eos), len(row))
-        assert set(row[end:]) <= {pad}
-        rows.append(row[:end])
-    return rows
-
-
-def sharp_head(model, scale=0.05):
-    """A head whose residuals are small against the logits: drafts are then sometimes right and sometimes wrong."""
-    torch.nn.init.normal_(model.mrp_head.norm.weight, std=scale, generator=torch.Generator().manual_seed(3))
-    return model
-
-
-# -- law 3: backbone-only equals the plain loop
+# -- law 3: backbone-only decoding equals the plain loop
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -99,7 +62,7 @@ def test_reveal_steps_count_the_denoising_steps_of_each_block(tiny_model, prompt
             assert sorted(block) == list(range(len(block)))
 
 
-# -- law 1: spec equals backbone-only
+# -- law 1: spec equals backbone-only decoding
 
 
 @pytest.mark.parametrize("draft", ["head", "self"])
@@ -121,7 +84,7 @@ def test_spec_returns_the_tokens_of_backbone_only_decoding(tiny_model, prompts, 
 
 @pytest.mark.parametrize("share", [1, 2, 7])
 @pytest.mark.parametrize("threshold", [None, 0.3])
-def test_spec_stays_lossless_however_the_chain_is_drafted(tiny_model, prompts, share, threshold):
+def test_spec_is_lossless_for_every_way_of_drafting(tiny_model, prompts, share, threshold):
     model = sharp_head(tiny_model(block_size=8))
     inputs = batch(prompts)
     expected, _ = generate(model, inputs)
@@ -131,7 +94,7 @@ def test_spec_stays_lossless_however_the_chain_is_drafted(tiny_model, prompts, s
     assert output.stats.backbone_forwards.sum() < generate(model, inputs)[1].stats.backbone_forwards.sum()
 
 
-def test_more_drafts_than_masks_are_left(tiny_model, prompts):
+def test_spec_is_lossless_with_more_steps_than_masks(tiny_model, prompts):
     model = sharp_head(tiny_model(block_size=8))
     inputs = batch(prompts)
     expected, _ = generate(model, inputs)
@@ -197,7 +160,7 @@ class RowCounter:
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLING], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("mode", [None, "spec", "direct", "remask"])
-def test_rows_that_have_ended_leave_the_batch_and_change_nothing(tiny_model, prompts, mode, sampling):
+def test_ended_rows_leave_the_batch_without_changing_the_others(tiny_model, prompts, mode, sampling):
     """Rows end after 2, 4, ... tokens; each is then what it is alone, and the last ones decode by themselves."""
     model = sharp_head(tiny_model(block_size=8), 0.2)
     limits = torch.tensor([2, 4, 40, 8, 21])
@@ -284,116 +247,3 @@ def test_static_decoding_takes_one_forward_per_token_and_none_to_store(tiny_mode
     prompt = torch.arange(4, 12)[None]
     _, output = generate(model, {"input_ids": prompt}, max_new_tokens=24, eos_token_id=None)
     assert output.stats.backbone_forwards.tolist() == [24]
-
-
-# -- the end of a row
-
-
-def forced(model, token):
-    """A processor that makes one token certain at every position."""
-
-    def processor(_, scores):
-        scores = scores.clone()
-        scores[:, token] = 100.0
-        return scores
-
-    return processor
-
-
-@pytest.mark.parametrize("mode", [None, "spec", "direct", "remask"])
-def test_end_of_text_as_the_first_token(tiny_model, prompts, mode):
-    model = tiny_model(block_size=8)
-    new, _ = generate(model, batch(prompts), mrp_mode=mode, logits_processor=[forced(model, 7)])
-    assert new.tolist() == [[7]] * len(prompts)
-
-
-@pytest.mark.parametrize("mode", [None, "spec"])
-def test_end_of_text_anywhere_in_a_block_equals_denoising_on_and_cutting(tiny_model, prompts, mode):
-    """Whatever token a row holds, taking it as end of text cuts the row there and changes nothing before."""
-    model = sharp_head(tiny_model(block_size=8))
-    full, _ = generate(model, batch(prompts), eos_token_id=None, max_new_tokens=20)
-    ends = set()
-    for index, row in enumerate(full.tolist()):
-        for eos in dict.fromkeys(row):
-            end = row.index(eos) + 1
-            inputs = {"input_ids": torch.tensor([prompts[index]])}
-            new, _ = generate(model, inputs, mrp_mode=mode, eos_token_id=eos, max_new_tokens=20)
-            assert new[0].tolist() == row[:end]
-            ends.add((len(prompts[index]) + end) % 8)
-    assert ends == set(range(8))  # as the first token of a block, in its middle and at its end
-
-
-def test_end_of_text_in_the_prompt_ends_nothing(tiny_model):
-    model = tiny_model(block_size=8)
-    prompt = [5, 7, 9, 1, 11, 7]
-    new, _ = generate(model, {"input_ids": torch.tensor([prompt])}, eos_token_id=[1, 7], max_new_tokens=6)
-    assert new[0].tolist() == plain_decode(model, prompt, 6, eos=(1, 7))
-    assert len(new[0]) > 1
-
-
-@pytest.mark.parametrize("mode", [None, "spec", "direct", "remask"])
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 17])
-def test_max_new_tokens_is_exact_and_no_mask_is_left(tiny_model, prompts, mode, count):
-    model = sharp_head(tiny_model(block_size=8), 0.2)
-    new, _ = generate(model, batch(prompts), mrp_mode=mode, max_new_tokens=count, eos_token_id=None)
-    assert new.shape == (len(prompts), count)
-    assert not new.eq(model.config.mask_token_id).any()
-
-
-# -- sampling
-
-
-def test_return_sequences_differ_and_repeat_with_the_seed(tiny_model):
-    model = tiny_model(initializer_range=0.1)
-    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
-    options = {"do_sample": True, "temperature": 1.0, "num_return_sequences": 4, "eos_token_id": None}
-    first, _ = generate(model, inputs, seed=1, **options)
-    assert len(set(map(tuple, first.tolist()))) == 4
-    assert generate(model, inputs, seed=1, **options)[0].tolist() == first.tolist()
-    assert generate(model, inputs, seed=1, mrp_mode="spec", **options)[0].tolist() == first.tolist()
-    assert generate(model, inputs, seed=2, **options)[0].tolist() != first.tolist()
-
-
-def enumerated_distribution(model, prompt):
-    """Probability of each of the block's outputs under sequential decoding: p(a) p(b | a), the mask excluded."""
-    mask = model.config.mask_token_id
-    tokens = [token for token in range(4) if token != mask]
-
-    def probabilities(row, position):
-        logits = model(torch.tensor([row])).logits[0, position].double()
-        logits[mask] = -torch.inf
-        return logits.softmax(-1).tolist()
-
-    first = probabilities([*prompt, mask, mask], len(prompt))
-    return {
-        (a, b): first[a] * probabilities([*prompt, a, mask], len(prompt) + 1)[b] for a in tokens for b in tokens
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", [None, "spec"])
-def test_samples_follow_the_distribution(tiny_model, mode):
-    """Vocabulary 4, block 2, sequential: 20,000 draws against the enumerated distribution (chi-square, 8 degrees)."""
-    model = sharp_head(tiny_model(vocab_size=4, block_size=2, pad_token_id=None, eos_token_id=None), 0.2)
-    prompt = [0, 2]
-    expected = enumerated_distribution(model, prompt)
-    counts = dict.fromkeys(expected, 0)
-    for seed in range(10):
-        new, _ = generate(
-            model, {"input_ids": torch.tensor([prompt])}, seed=seed, mrp_mode=mode, do_sample=True, top_k=0,
-            remasking_strategy="sequential", num_return_sequences=2000, max_new_tokens=2, eos_token_id=None,
-        )  # fmt: skip
-        for pair in new.tolist():
-            counts[tuple(pair)] += 1
-    chi_square = sum((counts[pair] - 20_000 * p) ** 2 / (20_000 * p) for pair, p in expected.items())
-    assert chi_square < 26.1  # the 0.999 quantile
-
-
-def test_spec_and_the_plain_loop_draw_the_same_distribution_out_of_order(tiny_model):
-    """Static decoding reveals the position that happens to be surest: compared draw by draw, for every seed."""
-    model = sharp_head(tiny_model(vocab_size=4, block_size=2, pad_token_id=None, eos_token_id=None), 0.2)
-    inputs = {"input_ids": torch.tensor([[0, 2, 1]])}
-    options = {"do_sample": True, "top_k": 0, "num_return_sequences": 500, "max_new_tokens": 5, "eos_token_id": None}
-    plain, _ = generate(model, inputs, **options)
-    spec, output = generate(model, inputs, mrp_mode="spec", mrp_steps=3, **options)
-    assert spec.tolist() == plain.tolist()
-    assert output.stats.drafts_proposed.sum() > 0 or output.stats.backbone_forwards.max() <= 5

@@ -1,10 +1,10 @@
-"""A head that gives the full next distribution (`mrp_residual=False`): as the residual one, but nothing is added."""
+"""A head that predicts the full next distribution (`mrp_residual=False`) instead of the change of the logits."""
 
 import json
 
 import pytest
 import torch
-from test_head_modes import decode, direct, remask
+from plain_head_loop import decode, direct, remask
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from mrp_trainer.checkpoints.convert import convert
@@ -32,7 +32,7 @@ def prompts():
     return [torch.randint(4, 61, (length,), generator=generator).tolist() for length in (3, 8, 12)]
 
 
-def test_what_the_head_gives_is_the_corrected_state_at_every_depth(pair):
+def test_the_output_of_the_head_is_the_corrected_state_at_every_depth(pair):
     """One step from the same state: the residual head's result less that state. The second starts from the first's."""
     residual, whole = pair
     base = residual(IDS).last_hidden_state
@@ -109,8 +109,8 @@ def test_a_published_head_is_residual_unless_told_otherwise(golden_folder, tmp_p
     assert not MRPForDiffusionLM.from_pretrained(tmp_path / "full").config.mrp_residual
 
 
-def test_a_head_on_its_own_says_what_it_is(tiny_model, tmp_path):
-    """Refused by a model of the other kind; a file from before the flag is residual; convert makes the right model."""
+def test_a_saved_head_states_whether_it_is_residual(tiny_model, tmp_path):
+    """A model of the other kind refuses it, `convert` makes the right kind; a file without the flag is residual."""
     model = full(tiny_model)
     save_head(model, tmp_path / "head")
     with pytest.raises(ValueError, match="trained with mrp_residual=False and the model has True"):
@@ -125,7 +125,10 @@ def test_a_head_on_its_own_says_what_it_is(tiny_model, tmp_path):
     values = json.loads(path.read_text())
     del values["mrp_residual"]
     path.write_text(json.dumps(values))
-    load_head(tiny_model(block_size=8, initializer_range=0.3), tmp_path / "head")
+    residual = load_head(tiny_model(block_size=8, initializer_range=0.3), tmp_path / "head")
+    assert residual.config.mrp_residual
+    for name, tensor in model.mrp_head.state_dict().items():
+        assert torch.equal(residual.mrp_head.state_dict()[name], tensor)
 
 
 def test_training_with_the_option_writes_a_full_head(tiny_model, word_tokenizer, tmp_path):

@@ -1,266 +1,27 @@
-"""`generate` as users of transformers know it: streamers, criteria, processors, scores and statistics."""
-
-import time
+"""`generate` as users of transformers know it: processors, scores, statistics and the kinds of output."""
 
 import pytest
 import torch
-import transformers
-from golden_values import load_golden
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import MaxTimeCriteria, PreTrainedTokenizerFast, StoppingCriteria, TextStreamer
-from transformers.generation.streamers import BaseStreamer
+from generation_calls import MODES, PROMPT, drafting_model, every_mode, generate, left_padded_prompts
 
 from modeling_mrp import MRPGenerateOutput
-
-PROMPT = torch.tensor([[5, 6, 7]])
-MODES = {
-    "backbone": {"mrp_mode": None},
-    "spec": {"mrp_mode": "spec", "mrp_steps": 4},
-    "self": {"mrp_mode": "spec", "mrp_steps": 4, "mrp_draft": "self"},
-    "token": {"mrp_mode": "spec", "mrp_steps": 4, "mrp_acceptance": "token", "mrp_acceptance_floor": 0.0},
-    "direct": {"mrp_mode": "direct", "mrp_steps": 2},
-    "remask": {"mrp_mode": "remask", "confidence_threshold": 0.3},
-    "remask-confidence": {"mrp_mode": "remask", "confidence_threshold": 0.3, "remask_criterion": "confidence"},
-    "remask-residual": {
-        "mrp_mode": "remask",
-        "confidence_threshold": 0.3,
-        "remask_criterion": "residual",
-        "remask_threshold": 0.5,
-    },
-    "remask-backbone": {
-        "mrp_mode": "remask",
-        "confidence_threshold": 0.3,
-        "remask_criterion": "backbone",
-        "remask_threshold": 0.8,
-    },
-}
-every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
 @pytest.fixture
 def model(tiny_model):
-    """Block 8; the head's residuals are small against the logits, so that drafts are sometimes right."""
-    model = tiny_model(block_size=8)
-    torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.1, generator=torch.Generator().manual_seed(3))
-    return model
+    return drafting_model(tiny_model)
 
 
 @pytest.fixture
 def batch():
-    """Prompts of 3, 8 and 12 tokens, left-padded."""
-    generator = torch.Generator().manual_seed(1)
-    ids, mask = torch.zeros(3, 12).long(), torch.zeros(3, 12).long()
-    for row, length in enumerate((3, 8, 12)):
-        ids[row, -length:] = torch.randint(4, 61, (length,), generator=generator)
-        mask[row, -length:] = 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def generate(model, inputs, **options):
-    options = {"max_new_tokens": 20, "eos_token_id": None} | options
-    return model.generate(**inputs, **options, return_dict_in_generate=True)
-
-
-class Recorder(BaseStreamer):
-    """Keeps what a streamer receives, in order."""
-
-    def __init__(self):
-        self.events = []
-
-    def put(self, value):
-        self.events.append(("put", value.clone()))
-
-    def end(self):
-        self.events.append(("end", None))
-
-    def values(self, kind):
-        return [value for name, value in self.events if name == kind]
-
-
-class DraftRecorder(Recorder):
-    def put_draft(self, value, **kwargs):
-        self.events.append(("draft", value.clone()))
-
-
-# -- golden decoding
-
-
-@pytest.mark.parametrize("mode", [None, "spec"])
-def test_the_golden_sequence(golden_folder, mode):
-    model, golden = load_golden(golden_folder)
-    prompt, sequence = golden["greedy.prompt"], golden["greedy.sequence"]
-    count = len(sequence) - len(prompt)
-    new = model.generate(prompt[None], max_new_tokens=count, eos_token_id=None, mrp_mode=mode)
-    assert new[0].tolist() == sequence.tolist()
-
-
-def test_the_golden_reveal_order(golden_folder):
-    """One token a step, seen through the drafts: the position that changes between one and the next."""
-    model, golden = load_golden(golden_folder)
-    prompt, sequence, mask = golden["greedy.prompt"], golden["greedy.sequence"], model.config.mask_token_id
-    streamer, row = DraftRecorder(), [mask] * len(sequence)
-    row[: len(prompt)] = prompt.tolist()
-    count = len(sequence) - len(prompt)
-    model.generate(prompt[None], max_new_tokens=count, eos_token_id=None, mrp_mode=None, streamer=streamer)
-    order, done = [], 0
-    for kind, value in streamer.events:
-        if kind == "draft":
-            shown = row[:done] + value[0].tolist()
-        elif kind == "put":
-            done += value.numel()
-            shown = row[: done - value.numel()] + value.flatten().tolist()
-        changed = [at for at in range(len(prompt), len(shown)) if kind != "end" and shown[at] != row[at]]
-        assert len(changed) <= 1
-        for at in changed:
-            assert row[at] == mask
-            row[at] = shown[at]
-            order.append(at)
-    assert row == sequence.tolist()
-    assert order == golden["greedy.reveal_order"].tolist()
-
-
-# -- streamers
-
-
-@every_mode
-def test_a_streamer_sees_the_columns_in_order(model, mode):
-    streamer = Recorder()
-    output = generate(model, {"input_ids": PROMPT}, streamer=streamer, **mode)
-    prompt, *tokens = streamer.values("put")
-    assert prompt.tolist() == PROMPT.tolist()
-    assert all(token.shape == (1,) for token in tokens)
-    assert torch.cat(tokens).tolist() == output.sequences[0, 3:].tolist()
-    assert [kind for kind, _ in streamer.events].count("end") == 1 and streamer.events[-1][0] == "end"
-
-
-def test_a_streamer_of_a_batch_gets_a_column_once_every_row_has_it(model, batch):
-    streamer = Recorder()
-    output = generate(model, batch, streamer=streamer, mrp_mode="spec")
-    columns = torch.stack(streamer.values("put")[1:], dim=1)
-    assert torch.equal(columns, output.sequences[:, 12:])
-
-
-@every_mode
-def test_drafts_show_the_block_in_progress(model, mode):
-    """Every draft continues what was put: its revealed tokens, except those masked again, become the output."""
-    streamer = DraftRecorder()
-    output = generate(model, {"input_ids": PROMPT}, streamer=streamer, **mode)
-    final, mask, done, drafts = output.sequences[0].tolist(), model.config.mask_token_id, 0, 0
-    for kind, value in streamer.events:
-        if kind == "put":
-            done += value.numel()
-        elif kind == "draft":
-            drafts += 1
-            shown = value[0].tolist()
-            assert 0 < len(shown) <= 8 and done + len(shown) <= len(final)
-            assert mask in shown
-            if mode["mrp_mode"] != "remask":
-                assert all(token in (mask, final[done + at]) for at, token in enumerate(shown))
-    assert drafts >= 3
-
-
-def test_text_streamers_of_transformers(model, word_tokenizer, capsys):
-    plain = model.generate(PROMPT, max_new_tokens=10, eos_token_id=None)
-    text = word_tokenizer.decode(plain[0])
-    model.generate(PROMPT, max_new_tokens=10, eos_token_id=None, streamer=TextStreamer(word_tokenizer))
-    assert capsys.readouterr().out.strip() == text.strip()
-
-
-def test_diffusion_streamer_of_transformers_shows_drafts(model, word_tokenizer, capsys):
-    if not hasattr(transformers, "TextDiffusionStreamer"):
-        pytest.skip(f"transformers {transformers.__version__} has no TextDiffusionStreamer")
-    streamer = transformers.TextDiffusionStreamer(word_tokenizer)
-    model.generate(PROMPT, max_new_tokens=10, eos_token_id=None, streamer=streamer)
-    shown = capsys.readouterr().out
-    assert "[MASK]" in shown and "\033[J" in shown  # drafts, and their removal
-
-
-# -- where a row ends
-
-
-def prompt_and_free_run(model, count=20):
-    """New tokens of the prompt when nothing stops it."""
-    return model.generate(PROMPT, max_new_tokens=count, eos_token_id=None)[0, 3:].tolist()
-
-
-class StopAt(StoppingCriteria):
-    """Stops a row at a length of its own; notes the shapes it was asked about."""
-
-    def __init__(self, lengths):
-        self.lengths = torch.tensor(lengths)
-        self.seen = []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.seen.append(input_ids.shape[1])
-        return input_ids.shape[1] >= self.lengths
-
-
-@every_mode
-def test_stopping_criteria_see_every_column_and_end_rows_one_by_one(model, batch, mode):
-    free = generate(model, batch, **mode).sequences
-    criterion = StopAt([12 + 3, 12 + 11, 12 + 6])
-    output = generate(model, batch, stopping_criteria=[criterion], pad_token_id=0, **mode)
-    assert criterion.seen == list(range(13, 24))
-    for row, count in enumerate((3, 11, 6)):
-        assert output.sequences[row, 12 : 12 + count].tolist() == free[row, 12 : 12 + count].tolist()
-        assert output.sequences[row, 12 + count :].eq(0).all()
-    assert output.sequences.shape == (3, 23)
-    stats = output.stats
-    assert (stats.tokens_by_backbone + stats.tokens_by_head).tolist() == [3, 11, 6]
-
-
-def letter_tokenizer():
-    """Token i is the i-th letter of the alphabet."""
-    letters = {chr(ord("a") + index): index for index in range(20)}
-    tokenizer = Tokenizer(models.BPE(letters, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-@pytest.mark.parametrize("mode", [None, "spec"])
-@pytest.mark.parametrize("at", [0, 3, 4, 9, 17])
-def test_stop_strings(tiny_model, mode, at):
-    """A stop string over two tokens, wherever it lies in a block or across a border."""
-    model, tokenizer = tiny_model(vocab_size=20), letter_tokenizer()
-    free = model.generate(PROMPT, max_new_tokens=24, eos_token_id=None)[0, 3:].tolist()
-    text = tokenizer.decode(free)
-    stop = text[at : at + 2]
-    output = model.generate(
-        PROMPT, max_new_tokens=24, eos_token_id=None, mrp_mode=mode, stop_strings=stop, tokenizer=tokenizer
-    )
-    assert output[0, 3:].tolist() == free[: text.index(stop) + 2]
-
-
-def test_several_ends_of_text_and_padding_behind_them(model, batch):
-    free = generate(model, batch).sequences[:, 12:]
-    ends = [free[0, 4].item(), free[1, 9].item()]
-    output = generate(model, batch, eos_token_id=ends, pad_token_id=0).sequences[:, 12:]
-    for row in range(3):
-        expected = free[row].tolist()
-        stop = next((at + 1 for at, token in enumerate(expected) if token in ends), 20)
-        assert output[row].tolist() == (expected[:stop] + [0] * 20)[: output.shape[1]]
-
-
-def test_max_length_counts_the_prompt(model):
-    free = prompt_and_free_run(model)
-    assert model.generate(PROMPT, max_length=9, eos_token_id=None)[0, 3:].tolist() == free[:6]
-
-
-def test_max_time_stops_at_a_block(model):
-    """The first forward takes longer than allowed: the row ends with the first columns that are ready."""
-    free = prompt_and_free_run(model)
-    assert MaxTimeCriteria(1e-6)(PROMPT, None).all()
-    started = time.perf_counter()
-    output = model.generate(PROMPT, max_new_tokens=200, max_time=1e-6, eos_token_id=None)
-    assert output[0, 3:].tolist() == free[:1]
-    assert time.perf_counter() - started < 10
+    return left_padded_prompts()
 
 
 # -- processors and scores
 
 
 @every_mode
-def test_logits_processors_hold_in_every_mode(model, batch, mode):
+def test_every_mode_respects_logits_processors(model, batch, mode):
     allowed = torch.tensor([10, 20, 30])
 
     def only_allowed(_, scores):
@@ -274,8 +35,8 @@ def test_logits_processors_hold_in_every_mode(model, batch, mode):
 @pytest.mark.parametrize(
     "options", [{"suppress_tokens": None}, {"bad_words_ids": None}], ids=["suppress", "bad_words"]
 )
-def test_forbidden_tokens_never_come(model, options):
-    common = sorted(set(prompt_and_free_run(model)))[:3]
+def test_forbidden_tokens_are_never_generated(model, options):
+    common = sorted(set(model.generate(PROMPT, max_new_tokens=20, eos_token_id=None)[0, 3:].tolist()))[:3]
     name = next(iter(options))
     value = common if name == "suppress_tokens" else [[token] for token in common]
     for mode in (MODES["backbone"], MODES["spec"], MODES["direct"]):
@@ -285,7 +46,7 @@ def test_forbidden_tokens_never_come(model, options):
 
 @every_mode
 @pytest.mark.parametrize("sampling", [False, True])
-def test_scores_are_the_rows_at_which_the_tokens_were_revealed(model, batch, mode, sampling):
+def test_scores_are_those_at_which_each_token_was_revealed(model, batch, mode, sampling):
     """Greedy: each token is the argmax of its row; sampling with top-k 1: the only one that is left."""
     options = {"do_sample": True, "top_k": 1, "temperature": 0.7} if sampling else {}
     output = generate(model, batch, output_scores=True, **options, **mode)
@@ -332,7 +93,7 @@ def test_statistics_count_the_forwards_of_every_row(model, batch, mode, ends):
     torch.testing.assert_close(output.tokens_per_forward, tokens / stats.backbone_forwards)
 
 
-def test_tokens_are_attributed_to_who_chose_them(model):
+def test_tokens_are_counted_for_backbone_or_head_by_who_chose_them(model):
     inputs = {"input_ids": PROMPT[:, :1]}
     assert generate(model, inputs, max_new_tokens=23).stats.tokens_by_head.tolist() == [0]
     direct = generate(model, inputs, max_new_tokens=23, mrp_mode="direct", mrp_steps=1).stats
@@ -356,7 +117,7 @@ def test_drafts_are_counted_by_depth(model, batch):
     assert saved.tolist() == stats.drafts_accepted.sum(1).tolist()
 
 
-def test_the_kinds_of_output(model):
+def test_generate_returns_ids_or_an_output_object(model):
     plain = model.generate(PROMPT, max_new_tokens=5, eos_token_id=None)
     assert isinstance(plain, torch.Tensor) and plain.dtype == torch.long
     output = model.generate(PROMPT, max_new_tokens=5, eos_token_id=None, return_dict_in_generate=True)

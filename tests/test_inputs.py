@@ -1,4 +1,4 @@
-"""Bad input to `generate`: refused at the boundary, with the argument's name in the message."""
+"""Inputs and options that `generate` refuses, with an error that names the argument."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ PROMPT = torch.tensor([[5, 6, 7]])
         (torch.full((1, 257), 5), "input_ids has a prompt of 257 tokens, more than max_position_embeddings=256"),
     ],
 )
-def test_bad_input_ids(tiny_model, ids, message):
+def test_bad_input_ids_are_refused(tiny_model, ids, message):
     with pytest.raises(ValueError, match=message):
         tiny_model().generate(ids, max_new_tokens=2)
     if ids is not None:
@@ -40,17 +40,17 @@ def test_bad_input_ids(tiny_model, ids, message):
     [
         ([[1, 0, 1]], "attention_mask has holes"),
         ([[0, 1, 0]], "attention_mask has holes: .*padding on one side"),
-        ([[0, 0, 0]], "attention_mask leaves no token in row 0"),
-        ([[1, 1]], r"attention_mask must be a tensor of the shape of input_ids \(1, 3\), got \(1, 2\)"),
+        ([[0, 0, 0]], "attention_mask masks every token of row 0"),
+        ([[1, 1]], r"attention_mask must be a tensor of the same shape as input_ids \(1, 3\), got \(1, 2\)"),
         ([1, 1, 1], r"attention_mask must be .* got \(3,\)"),
     ],
 )
-def test_bad_attention_masks(tiny_model, mask, message):
+def test_bad_attention_masks_are_refused(tiny_model, mask, message):
     with pytest.raises(ValueError, match=message):
         tiny_model().generate(PROMPT, attention_mask=torch.tensor(mask), max_new_tokens=2)
 
 
-def test_an_attention_mask_that_is_no_tensor(tiny_model):
+def test_an_attention_mask_must_be_a_tensor(tiny_model):
     with pytest.raises(ValueError, match="attention_mask must be a tensor .* got list"):
         tiny_model().generate(PROMPT, attention_mask=[[1, 1, 1]], max_new_tokens=2)
 
@@ -68,13 +68,13 @@ def test_ids_under_padding_do_not_matter(tiny_model):
 
 
 def test_a_pad_token_inside_a_prompt_needs_a_mask(tiny_model):
-    """Without a mask transformers makes one of the pad tokens; a hole in it once shifted the prompt in silence."""
+    """Without a mask transformers derives one from the pad tokens; a hole in it once shifted the prompt silently."""
     model = tiny_model()
     ids = torch.tensor([[5, 0, 7]])
     with pytest.raises(ValueError, match="attention_mask has holes.*every pad token in input_ids"):
         model.generate(ids, max_new_tokens=2)
     assert model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)[0, :3].tolist() == [5, 0, 7]
-    with pytest.raises(ValueError, match="attention_mask leaves no token in row 0"):
+    with pytest.raises(ValueError, match="attention_mask masks every token of row 0"):
         model.generate(torch.zeros(1, 2).long(), max_new_tokens=2)
 
 
@@ -121,12 +121,12 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "message"), OPTIONS, ids=["-".join(options) for options, _ in OPTIONS])
-def test_an_option_that_cannot_be_followed_is_named(tiny_model, options, message):
+def test_an_unsupported_option_is_refused_by_name(tiny_model, options, message):
     with pytest.raises(ValueError, match=message):
         tiny_model().generate(PROMPT, **{"max_new_tokens": 4} | options)
 
 
-def test_options_that_are_off_may_be_given(tiny_model):
+def test_an_unsupported_option_may_be_given_its_default(tiny_model):
     off = {"num_beams": 1, "use_cache": True, "output_attentions": False, "position_ids": None, "guidance_scale": None}
     model = tiny_model()
     assert torch.equal(model.generate(PROMPT, max_new_tokens=4, **off), model.generate(PROMPT, max_new_tokens=4))
@@ -157,7 +157,7 @@ def test_another_block_size_is_allowed_with_a_warning(tiny_model):
     assert torch.equal(new, other.generate(PROMPT, max_new_tokens=9, eos_token_id=None))
 
 
-def test_left_align():
+def test_left_align_moves_every_prompt_to_the_left_and_returns_its_length():
     ids = torch.tensor([[0, 0, 5, 6], [7, 8, 0, 0], [1, 2, 3, 4], [0, 9, 9, 0]])
     valid = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 0]]).bool()
     aligned, lengths = left_align(ids, valid)
@@ -166,7 +166,7 @@ def test_left_align():
     assert rows == [[5, 6], [7, 8], [1, 2, 3, 4], [9, 9]]
 
 
-def test_has_holes():
+def test_has_holes_finds_zeros_between_ones():
     for mask, expected in (([1, 0, 1], True), ([0, 1, 0], False), ([0, 0, 0], False), ([1, 1, 1], False)):
         assert has_holes(torch.tensor([mask])) is expected
     assert has_holes(torch.tensor([[1, 1, 1, 1], [1, 0, 0, 1]]))
@@ -185,7 +185,7 @@ def test_a_misspelt_option_inside_a_generation_config_is_refused(tiny_model):
         model.generate(PROMPT, max_new_tokens=3)
 
 
-def test_a_key_of_another_library_inside_a_generation_config_is_left_alone(tiny_model):
+def test_an_unknown_key_of_a_generation_config_that_resembles_no_option_is_ignored(tiny_model):
     model = tiny_model()
     model.generation_config.chat_format = "chatml"
     assert model.generate(PROMPT, max_new_tokens=3).shape == (1, PROMPT.shape[1] + 3)

@@ -1,13 +1,16 @@
-"""What training and decoding load alike."""
+"""Loading a model for a command: each checkpoint is read once, and no code of a folder runs."""
 
 import json
+from argparse import Namespace
 
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from modeling_mrp import MRPConfig
-from mrp_trainer.checkpoints.loading import default_attention, load_tokenizer
+from modeling_mrp import MRPConfig, checkpoints
+from mrp_trainer.checkpoints import weight_files
+from mrp_trainer.checkpoints.head_files import save_head
+from mrp_trainer.checkpoints.loading import default_attention, load, load_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -26,6 +29,59 @@ def test_flex_attention_trains_on_gpus_unless_it_would_refuse_the_dtypes(
 ):
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     assert default_attention(torch.device(device), autocast) == attention
+
+
+@pytest.fixture
+def folders(tiny_model, word_tokenizer, tmp_path):
+    """A function that saves a model of so many head layers with a tokenizer, and returns the folder."""
+
+    def save(layers):
+        folder = tmp_path / f"layers_{layers}"
+        tiny_model(num_mrp_layers=layers).save_pretrained(folder)
+        word_tokenizer.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def arguments(model, head=None):
+    return Namespace(model=str(model), revision=None, head=head, dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Sources whose config and tensor names are read, one entry per reading."""
+    sources, read = [], checkpoints.read_checkpoint
+    monkeypatch.setattr(
+        checkpoints, "read_checkpoint", lambda source, *rest: sources.append(source) or read(source, *rest)
+    )
+    return sources
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_a_checkpoint_is_read_once_and_keeps_the_head_it_has_or_has_not(folders, reads, layers):
+    model, _ = load(arguments(folders(layers)))
+    assert len(reads) == 1
+    assert model.config.num_mrp_layers == layers and (model.mrp_head is None) == (layers == 0)
+    assert model.generation_config.to_dict().get("mrp_mode") == ("spec" if layers else None)
+
+
+def test_a_separate_head_is_downloaded_once(folders, reads, monkeypatch, tiny_model, tmp_path):
+    """The head comes from the Hub, the backbone from a folder without a head."""
+    base, trained = folders(0), tiny_model(num_mrp_layers=1)
+    trained.load_state_dict(tiny_model(num_mrp_layers=0).state_dict(), strict=False)  # the same backbone
+    save_head(trained, tmp_path / "head")
+    downloads = []
+
+    def download(name, **options):
+        downloads.append(name)
+        return str(tmp_path / "head")
+
+    monkeypatch.setattr(weight_files, "snapshot_download", download)
+    model, _ = load(arguments(base, head="someone/head"))
+    assert downloads == ["someone/head"] and len(reads) == 1
+    for name, tensor in trained.mrp_head.state_dict().items():
+        assert torch.equal(model.mrp_head.state_dict()[name], tensor)
 
 
 def test_a_tokenizer_never_runs_the_code_of_its_folder(tmp_path, word_tokenizer):

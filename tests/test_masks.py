@@ -1,4 +1,4 @@
-"""The visibility rule against a slow statement of it, token by token."""
+"""The attention rule against a slow version of it, token by token."""
 
 from functools import partial
 
@@ -7,12 +7,12 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from modeling_mrp import masks
-from modeling_mrp.masks import CLEAN, PADDING, Tokens, attention_mask, join, segment_positions, tokens_of_stream
+from modeling_mrp.masks import CLEAN, PADDING, TokenLayout, attention_mask, join, segment_positions, stream_layout
 
 
 def plain_row(length, size, segment=None):
     segment = torch.zeros(1, length, dtype=torch.long) if segment is None else segment
-    return tokens_of_stream(segment, segment_positions(segment), size, stream=CLEAN, context=CLEAN)
+    return stream_layout(segment, segment_positions(segment), size, stream=CLEAN, context=CLEAN)
 
 
 def dense(q, k=None):
@@ -35,7 +35,7 @@ def test_noisy_streams_see_earlier_clean_blocks_and_themselves():
     segment = torch.zeros(1, length, dtype=torch.long)
     positions = segment_positions(segment)
     streams = [1, 2, CLEAN]
-    tokens = join([tokens_of_stream(segment, positions, size, stream, CLEAN) for stream in streams])
+    tokens = join([stream_layout(segment, positions, size, stream, CLEAN) for stream in streams])
     visible = dense(tokens)[0]
     for q in range(3 * length):
         for k in range(3 * length):
@@ -55,7 +55,7 @@ def test_nothing_crosses_a_segment_and_blocks_count_from_its_start():
             expected = own == other and (k - starts[own]) // 2 <= (q - starts[own]) // 2
             assert visible[q, k] == expected
     assert not visible[:8, 8:].any() and not visible[8:, :8].any()
-    assert visible.any(-1).all()  # no row is empty, padding included: softmax over nothing is NaN
+    assert visible.any(-1).all()  # no row is empty, padding included: a softmax over nothing is NaN
 
 
 def test_segment_positions_count_runs():
@@ -67,11 +67,11 @@ def test_segment_positions_count_runs():
 def random_tokens(rows, length, seed, shadows):
     generator = torch.Generator().manual_seed(seed)
     low_high = [(-2, 2), (0, 4), (-2 if shadows else 0, 3), (0, 3), *([(0, 4)] if shadows else [])]
-    return Tokens(*(torch.randint(low, high, (rows, length), generator=generator) for low, high in low_high))
+    return TokenLayout(*(torch.randint(low, high, (rows, length), generator=generator) for low, high in low_high))
 
 
 @pytest.mark.parametrize("shadows", [False, True])
-def test_every_form_of_the_mask_says_the_same(shadows):
+def test_all_attention_implementations_get_the_same_mask(shadows):
     q, k = random_tokens(3, 17, 0, shadows), random_tokens(3, 29, 1, shadows)
     visible = attention_mask(q, k, "sdpa", torch.float32)
     assert visible.shape == (3, 1, 17, 29) and visible.dtype == torch.bool
@@ -100,7 +100,7 @@ SIZES = [(2, 256, 256), (3, 300, 300), (1, 128, 700), (1, 700, 128), (5, 1, 1), 
 
 @pytest.mark.parametrize("shadows", [False, True])
 @pytest.mark.parametrize(("rows", "queries", "keys"), SIZES)
-def test_tiles_are_those_that_pytorch_finds(rows, queries, keys, shadows):
+def test_tiles_equal_those_that_pytorch_computes(rows, queries, keys, shadows):
     q, k = (random_tokens(rows, length, seed, shadows) for seed, length in enumerate((queries, keys)))
     for tokens in (q, k):
         tokens.segment[:, 128:] = 0  # some tiles are seen whole, some in part, some not at all
@@ -115,9 +115,12 @@ def test_tiles_are_those_that_pytorch_finds(rows, queries, keys, shadows):
 
 
 @pytest.mark.parametrize("shadows", [False, True])
-def test_the_compiler_makes_few_graphs_for_many_shapes(monkeypatch, shadows):
-    """It gives up after 8, and the mask is made dense from then on. It once made another graph for a single row, a
-    single tile, and for queries that are the keys; every batch of another size may be one of these."""
+def test_masks_of_many_shapes_share_at_most_two_compiled_graphs(monkeypatch, shadows):
+    """torch.compile stops compiling after 8 graphs, and the mask is dense from then on.
+
+    It once made an extra graph for a single row, for a single tile, and for queries that are also the keys, so a few
+    batches of different sizes used up the limit.
+    """
     graphs = []
 
     def backend(graph, inputs):
@@ -134,7 +137,7 @@ def test_the_compiler_makes_few_graphs_for_many_shapes(monkeypatch, shadows):
     assert 1 <= len(graphs) <= 2
 
 
-def test_another_implementation_is_refused():
+def test_an_unknown_attention_implementation_is_refused():
     tokens = plain_row(4, 2)
     with pytest.raises(ValueError, match="attn_implementation must be .*'flash_attention_2'"):
         attention_mask(tokens, tokens, "flash_attention_2", torch.float32)

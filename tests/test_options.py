@@ -1,4 +1,4 @@
-"""Options of a decoding call: defaults, what each refuses and how it says so."""
+"""Decoding options: their defaults, and the message for each value that is refused."""
 
 import warnings
 
@@ -125,28 +125,29 @@ def test_the_ends_of_a_range_are_allowed(name, value):
     assert vars(resolve(**{name: value}))[name] == value
 
 
-def test_a_residual_threshold_is_not_a_probability():
+def test_a_residual_threshold_may_exceed_one():
     assert resolve(mrp_mode="remask", remask_criterion="residual", remask_threshold=7.5).keep_threshold == 7.5
 
 
 @pytest.mark.parametrize(
     "options", [{"mrp_mode": "direct"}, {"mrp_mode": "remask"}, {"mrp_mode": "spec", "mrp_draft": "head"}]
 )
-def test_a_checkpoint_without_a_head_says_what_it_can_do(options):
+def test_a_mode_that_needs_a_head_is_refused_with_the_modes_that_do_not(options):
     with pytest.raises(ValueError, match=f"mrp_mode='{options['mrp_mode']}'.*has none.*mrp_draft='self'"):
         resolve(num_mrp_layers=0, **options)
     assert resolve(num_mrp_layers=0, mrp_mode="spec").mrp_draft == "self"
 
 
-def test_remask_proposes_by_the_dynamic_rule_only():
-    with pytest.raises(ValueError, match="remasking_strategy='sequential' does not go with mrp_mode='remask'"):
+def test_remask_requires_the_dynamic_rule():
+    with pytest.raises(ValueError, match="remasking_strategy='sequential' cannot be combined with mrp_mode='remask'"):
         resolve(mrp_mode="remask", remasking_strategy="sequential")
 
 
 def test_the_models_own_block_size_does_not_warn():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        resolve(block_size=8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert resolve(block_size=8).block_size == 8
+    assert not caught
 
 
 def test_nearest_name():

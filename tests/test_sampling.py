@@ -1,7 +1,8 @@
-"""Tokens, confidences and the keyed noise: distribution, independence, and what reads see."""
+"""The choice of tokens: the keyed noise and its distribution, confidences, and what logits processors see."""
 
 import pytest
 import torch
+from plain_loop import gumbel_noise, hash_key, row_key
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from modeling_mrp.sampling import Sampler, combine_keys, keyed_gumbel, row_keys
@@ -27,6 +28,30 @@ def test_keys_are_splitmix64():
     """First outputs of the published splitmix64 for the seeds 1234567 and 0."""
     assert combine_keys(torch.tensor(1234567)).item() == 6457827717110365317
     assert combine_keys(torch.tensor(0)).item() == 16294208416658607535 - 2**64
+
+
+def test_keys_equal_those_of_an_independent_implementation():
+    parts = [-3, 0, 5, 2**62, -(2**63)]
+    for first in parts:
+        for second in parts:
+            expected = hash_key(first, second)
+            assert combine_keys(torch.tensor(first), torch.tensor(second)).item() % 2**64 == expected
+    prompts = torch.tensor([[5, 6, 7], [5, 6, 0], [5, 6, 7]])
+    valid = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1]]).bool()
+    expected = [row_key([5, 6, 7]), row_key([5, 6]), row_key([5, 6, 7], copy=1)]
+    assert [key % 2**64 for key in row_keys(prompts, valid).tolist()] == expected
+
+
+def test_noise_equals_that_of_an_independent_implementation():
+    """Pinned values too: another noise would change the sample that a seed stands for."""
+    prompt, seed, positions, step = [5, 6, 7], 1234, range(8, 12), 2
+    keys = row_keys(torch.tensor([prompt]), torch.ones(1, 3).bool())
+    sampler = Sampler(MASK, [], [], keys, seed=seed)
+    noise = sampler.with_noise(torch.zeros(1, 4, 11), torch.tensor([list(positions)]), torch.tensor([step]))[0]
+    expected = gumbel_noise(seed, row_key(prompt), positions, step, 11)
+    torch.testing.assert_close(noise, expected, rtol=1e-6, atol=1e-6)
+    pinned = torch.tensor([0.4762344, 0.5451078, 1.8111274, -0.2355709])
+    torch.testing.assert_close(noise[0, :4], pinned, rtol=1e-5, atol=1e-5)
 
 
 def test_gumbel_moments_and_distribution():
@@ -62,7 +87,7 @@ def test_the_order_of_key_parts_matters():
     assert combine_keys(a, b) != combine_keys(b, a)
 
 
-def test_row_keys_depend_on_the_prompt_and_its_number_only():
+def test_row_keys_depend_only_on_the_prompt_and_its_copy_number():
     prompts = torch.tensor([[5, 6, 7], [5, 6, 0], [5, 6, 7], [6, 5, 7], [5, 6, 7]])
     valid = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1], [1, 1, 1]]).bool()
     keys = row_keys(prompts, valid)
@@ -166,7 +191,7 @@ def test_a_sample_changes_with_every_part_of_its_key(change):
     assert (results[0] == results[1]).float().mean() < 0.5
 
 
-def test_the_mask_token_is_never_chosen_whatever_processors_do():
+def test_the_mask_token_is_never_chosen_even_if_a_processor_allows_it():
     """A processor that lifted the ban left every step without a reveal, so that decoding never ended."""
 
     def wants_the_mask(_, scores):

@@ -1,4 +1,4 @@
-"""Step rules against a plain Python statement of each, on random data with ties and few masks."""
+"""Step rules against a plain Python version of each, on random data with ties and few masks."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def expected_positions(strategy, confidence, entropy, masked, count, threshold, 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_rules_reveal_what_they_say(strategy, size):
+def test_every_rule_equals_its_plain_version(strategy, size):
     """Values are multiples of 1/8, so that ties are frequent and sums are exact."""
     generator = torch.Generator().manual_seed(size)
     rows = 200
@@ -78,7 +78,7 @@ def test_a_step_reveals_at_least_one_and_masked_positions_only(strategy):
     assert reveal.sum(-1).max() == 1
 
 
-def test_the_dynamic_threshold_is_exclusive():
+def test_a_confidence_equal_to_the_dynamic_threshold_is_not_revealed():
     """A confidence that equals the threshold does not exceed it."""
     confidence = torch.tensor([0.5, 0.9, 0.9, 0.95])
     reveal = StepRule("low_confidence_dynamic", confidence_threshold=0.9)(confidence, None, torch.ones(4).bool())
@@ -86,7 +86,7 @@ def test_the_dynamic_threshold_is_exclusive():
     assert reveal.tolist() == expected.tolist()
 
 
-def test_rank_counts_among_the_given_positions_and_ties_go_left():
+def test_confidence_rank_ignores_other_positions_and_breaks_ties_to_the_left():
     confidence = torch.tensor([0.2, 0.9, 0.5, 0.5, 0.99])
     among = torch.tensor([True, True, True, True, False])
     assert confidence_rank(confidence, among)[:4].tolist() == [3, 0, 1, 2]

@@ -1,22 +1,20 @@
-"""Revokable decoding by the backbone alone: `mrp_mode="remask"` with `remask_criterion="backbone"`."""
+"""Decoding in which the backbone takes tokens back: `mrp_mode="remask"` with `remask_criterion="backbone"`."""
 
 import pytest
 import torch
-from test_decoding_laws import SAMPLING, batch, generate, rows_without_padding
+from decoding_calls import PROMPT_LENGTHS, SAMPLING, batch, generate, random_prompts, rows_without_padding
 
-from modeling_mrp.masks import CLEAN, Tokens, attention_mask, join
+from modeling_mrp.masks import CLEAN, TokenLayout, attention_mask, join
 from modeling_mrp.sampling import Sampler
 
 REVOKE = {"mrp_mode": "remask", "remask_criterion": "backbone"}
 DYNAMIC = {"mrp_mode": None, "remasking_strategy": "low_confidence_dynamic"}
 SIZE = 8
-PROMPT_LENGTHS = (1, 7, 8, 9, 26)
 
 
 @pytest.fixture
 def prompts():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(4, 61, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    return random_prompts()
 
 
 @pytest.fixture
@@ -29,11 +27,11 @@ def options(tau_in, tau_out):
     return REVOKE | {"confidence_threshold": tau_in, "remask_threshold": tau_out}
 
 
-# -- the method, once more and plainly
+# -- the method as a plain loop
 
 
 def hidden_with_shadow(model, row, start):
-    """h [B, H] of the last block of one row, and of a shadow of masks behind it; the mask written down by hand."""
+    """h [B, H] of the last block of one row, and of a shadow of masks after it, with a mask that is written out."""
     length = len(row)
     shadow = range(start, length)
     visible = torch.zeros(length + len(shadow), length + len(shadow), dtype=torch.bool)
@@ -81,7 +79,7 @@ def plain_decode(model, prompt, new_tokens, tau_in, tau_out):
 
 
 @pytest.mark.parametrize(("tau_in", "tau_out"), [(0.2, 0.5), (0.1, 0.9), (0.3, 1.0)])
-def test_equals_the_plain_loop_and_counts_every_forward(model, prompts, tau_in, tau_out):
+def test_decoding_equals_the_plain_loop_and_counts_every_forward(model, prompts, tau_in, tau_out):
     new, output = generate(model, batch(prompts), **options(tau_in, tau_out), eos_token_id=None, max_new_tokens=20)
     expected = [plain_decode(model, prompt, 20, tau_in, tau_out) for prompt in prompts]
     assert new.tolist() == [tokens for tokens, _, _ in expected]
@@ -106,7 +104,7 @@ def test_every_forward_is_in_the_statistics(model, monkeypatch):
 
 @pytest.mark.parametrize("tau", [0.0, 0.2, 0.5])
 @pytest.mark.parametrize("sampling", [{}, SAMPLING], ids=["greedy", "sampling"])
-def test_a_narrow_threshold_of_zero_is_dynamic_decoding(model, prompts, tau, sampling):
+def test_a_remask_threshold_of_zero_gives_dynamic_decoding(model, prompts, tau, sampling):
     new, output = generate(model, batch(prompts), **options(tau, 0.0), **sampling)
     expected, plain = generate(model, batch(prompts), **DYNAMIC, confidence_threshold=tau, **sampling)
     assert new.tolist() == expected.tolist()
@@ -115,7 +113,7 @@ def test_a_narrow_threshold_of_zero_is_dynamic_decoding(model, prompts, tau, sam
 
 @pytest.mark.parametrize("tau_in", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("tau_out", [0.0, 0.6, 1.0])
-def test_ends_within_a_forward_per_position_whatever_the_thresholds(model, prompts, tau_in, tau_out):
+def test_a_block_takes_at_most_one_forward_per_position_whatever_the_thresholds(model, prompts, tau_in, tau_out):
     new, output = generate(model, batch(prompts), **options(tau_in, tau_out), eos_token_id=None, max_new_tokens=20)
     assert not new.eq(model.config.mask_token_id).any()
     for length, forwards in zip(PROMPT_LENGTHS, output.stats.backbone_forwards.tolist(), strict=True):
@@ -150,11 +148,11 @@ def test_the_scores_of_a_revoked_token_are_those_of_its_last_reveal(model, promp
 # -- the shadow
 
 
-def test_a_shadow_sees_itself_its_context_and_the_others_of_its_state():
+def test_a_shadow_sees_itself_its_context_and_its_states_other_positions():
     """Clean block 0, two states of block 1, the shadow of the second: token by token."""
     size, zero = 3, torch.zeros(1, 3, dtype=torch.long)
     streams = [(CLEAN, 0), (1, 1), (2, 1), (-2, 1)]  # (stream, block)
-    tokens = join([Tokens(zero, zero + block, zero + stream, zero, torch.arange(3)[None] + block * size)
+    tokens = join([TokenLayout(zero, zero + block, zero + stream, zero, torch.arange(3)[None] + block * size)
                    for stream, block in streams])  # fmt: skip
     visible = attention_mask(tokens, tokens, "sdpa", torch.float32)[0, 0]
     for q in range(4 * size):
@@ -183,7 +181,7 @@ def test_a_shadow_answers_as_if_its_token_alone_were_masked(tiny_model, layers):
             torch.testing.assert_close(shadow[index], current[index], atol=1e-4, rtol=1e-4)
 
 
-def test_an_unknown_confidence_of_a_mask_is_zero_and_never_doubted(model):
+def test_the_confidence_of_a_masked_position_is_zero(model):
     """The shadow also stands where nothing is revealed: that position has no token to doubt."""
     sampler = Sampler(model.config.mask_token_id, [], [])
     ids = torch.tensor([[model.config.mask_token_id, 5]])

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedTokenizerBase
 
 from modeling_mrp import MRPForDiffusionLM
-from modeling_mrp.masks import CLEAN, attention_mask, join, tokens_of_stream
+from modeling_mrp.masks import CLEAN, attention_mask, join, stream_layout
 
 from ..tasks.tasks import Sample
 
@@ -166,8 +166,8 @@ def backbone_loss(model: MRPForDiffusionLM, batch: Batch) -> Tensor:
     """Cross-entropy of the masked tokens, averaged within each block and then over the blocks."""
     streams, length = batch.noisy.shape[1:]
     at = torch.arange(batch.clean.shape[1])[None]
-    clean = tokens_of_stream(torch.zeros_like(at), at, model.config.block_size, CLEAN, CLEAN)
-    noisy = tokens_of_stream(torch.zeros_like(at), at, model.config.block_size, 1, CLEAN)
+    clean = stream_layout(torch.zeros_like(at), at, model.config.block_size, CLEAN, CLEAN)
+    noisy = stream_layout(torch.zeros_like(at), at, model.config.block_size, 1, CLEAN)
     noisy = noisy.map(lambda field: field[:, -length:])
     masks = (attention_mask(q, k, "sdpa", model.dtype) for q, k in ((noisy, join([noisy, clean])), (clean, clean)))
     hidden = model.model(

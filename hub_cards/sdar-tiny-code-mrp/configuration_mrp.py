@@ -13,19 +13,19 @@ class MRPConfig(Qwen3Config):
     """A `Qwen3Config` for the backbone, plus what block diffusion and the residual head need.
 
     Args:
-        block_size: tokens per diffusion block (B); attention is full inside a block and to all earlier blocks.
-        mask_token_id: id of `[MASK]`. Required to build a model.
-        num_mrp_layers: decoder layers of the residual head; 0 means a backbone without a head.
-        mrp_residual: whether the head gives h_C, the change that is added to h_A; with False what it gives is the
-            corrected hidden state itself, the full next distribution: an ablation.
-        calibrated_remask_threshold: |C| above which `remask_criterion="residual"` masks a token again, as found by
-            calibration on this checkpoint; None when it was never calibrated.
-        trained_acceptance: how many drafts a verification accepted on held-out prompts when the head was trained:
+        block_size: tokens per diffusion block; a token attends to all of its own block and to all earlier blocks.
+        mask_token_id: id of `[MASK]`, which is required to build a model.
+        num_mrp_layers: number of decoder layers of the residual head; 0 means a backbone without a head.
+        mrp_residual: whether the head predicts the change of the backbone's hidden states, which is added to them.
+            With False it predicts the next hidden states themselves, and so the full next distribution (an ablation).
+        calibrated_remask_threshold: absolute residual logit above which `remask_criterion="residual"` masks a token
+            again, found by calibration on this checkpoint; None when it was not calibrated.
+        trained_acceptance: how many drafts a verification accepted on held-out prompts after training: a dict with
             `mrp_steps` (K) and `low` and `high`, the range over the prompts; None when it was not recorded.
-        kwargs: all of `Qwen3Config`.
+        kwargs: arguments of `Qwen3Config`.
 
     Raises:
-        ValueError: when a value is out of its range.
+        ValueError: for a value that is out of range.
     """
 
     model_type = "sdar_mrp"
@@ -39,7 +39,7 @@ class MRPConfig(Qwen3Config):
         calibrated_remask_threshold: float | None = None,
         trained_acceptance: dict | None = None,
         **kwargs,
-    ):
+    ) -> None:
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size must be an integer of at least 1, got {block_size!r}")
         if not isinstance(num_mrp_layers, int) or num_mrp_layers < 0:
@@ -55,7 +55,7 @@ class MRPConfig(Qwen3Config):
         self.calibrated_remask_threshold = calibrated_remask_threshold
         self.trained_acceptance = trained_acceptance
         rope = kwargs.get("rope_parameters")
-        if rope and "rope_theta" in rope:  # transformers 4 reads only the top-level name, 5 only the nested one
+        if rope and "rope_theta" in rope:  # transformers 4 reads only rope_theta, 5 only the nested one
             kwargs.setdefault("rope_theta", rope["rope_theta"])
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__init__(**kwargs)
@@ -68,17 +68,17 @@ class MRPConfig(Qwen3Config):
             )
 
     @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        """As in transformers, except that the config of another architecture is refused.
+    def from_dict(cls, config_dict: dict, **kwargs) -> "MRPConfig | tuple[MRPConfig, dict]":
+        """Build a config from a dict as in transformers.
 
         Raises:
-            ValueError: for a `model_type` other than ours.
+            ValueError: for the config of another architecture (`model_type`).
         """
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise ValueError(
-                f"model_type {model_type!r}, expected {cls.model_type!r}: SDAR checkpoints are read by "
-                "MRPForDiffusionLM.from_backbone and `mrp convert`"
+                f"model_type {model_type!r}, expected {cls.model_type!r}: load SDAR checkpoints with "
+                "MRPForDiffusionLM.from_backbone, or convert them with `mrp convert`"
             )
         return super().from_dict(config_dict, **kwargs)
 

@@ -1,31 +1,69 @@
-"""Which token may attend to which: one rule for plain rows, dual streams, packed samples and candidates.
+"""The attention rule: which token may attend to which, in training and in decoding.
 
-    q sees k  <=>  same segment and ( same stream and same block
-                                      or  k in the stream that q takes as context, in an earlier block )
+Every forward of this package lays its tokens out as *streams* of *blocks* and follows one rule:
 
-A plain row is one stream that is its own context: block causal. In a dual stream every noisy stream takes the clean
-one as context. In decoding the cache is the clean stream and every candidate state of a block is a noisy one.
+    query q sees key k  <=>  both are in the same segment, and
+                             (1) k is in q's own stream and in q's own block, or
+                             (2) k is in the stream that q takes as context, and in an earlier block
 
-A stream -s is the shadow of stream s: one more token at each of its positions, which sees itself, the tokens of s at
-the other positions of its block, and its context. A shadow of [MASK] tokens asks for every token of a state what the
-model would say if this one alone were masked.
+A plain row is one stream that is its own context, so attention is block causal: full inside a block, causal between
+blocks. In a *dual stream* (training) each noisy stream takes the clean one as its context. With blocks of 2 tokens:
+
+                         noisy stream 1   noisy stream 2   clean stream
+                         block  0 0 1 1   block  0 0 1 1   block  0 0 1 1
+    noisy 1    block 0          x x . .          . . . .          . . . .     x: visible
+               block 1          . . x x          . . . .          x x . .     .: hidden
+    noisy 2    block 0          . . . .          x x . .          . . . .
+               block 1          . . . .          . . x x          x x . .
+    clean      block 0          . . . .          . . . .          x x . .
+               block 1          . . . .          . . . .          x x x x
+
+So a noisy block sees the clean tokens of all earlier blocks and its own noisy tokens, which is what it sees in
+decoding too: there, the cache is the clean stream, and every candidate state of a block is a noisy stream.
+
+A stream with the negative number -s is the *shadow* of stream s. It has one more token at each position of s. A shadow
+token sees itself, the tokens of s at the other positions of its block, and its context. For a block of 3 positions:
+
+                    state s         shadow -s
+                    0 1 2           0' 1' 2'
+    state     0     x x x           .  .  .
+    shadow    0'    . x x           x  .  .
+              1'    x . x           .  x  .
+              2'    x x .           .  .  x
+
+A shadow of [MASK] tokens therefore asks, for every token of a state, what the model would predict at its position if
+that token alone were masked.
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
-PADDING = -1  # segment of padding: sees itself only, so that no attention row is empty
-UNWRITTEN = -2  # segment of cache slots that hold nothing
-CLEAN = 0  # the stream of clean tokens
-TILE = 128  # tokens on each side of the tiles that flex_attention skips or takes whole
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+AttentionMask: TypeAlias = "torch.Tensor | BlockMask"  # the form depends on the attention implementation
+
+PADDING = -1  # segment of padding tokens; they see each other only, so that no row of attention is empty
+UNWRITTEN = -2  # segment of cache slots that hold nothing; no query has it
+CLEAN = 0  # number of the stream of clean tokens
+TILE = 128  # width and height of the tiles that flex_attention skips or computes as a whole
 
 
-class Tokens(NamedTuple):
-    """What the rule needs to know of each token; all are [R, L] integers, `position` only where there are shadows."""
+class TokenLayout(NamedTuple):
+    """Where the tokens of a forward belong: all that the attention rule needs to know about them.
+
+    Attributes:
+        segment: sample that each token belongs to, or `PADDING`, or `UNWRITTEN`, [R, L].
+        block: index of the token's block, [R, L].
+        stream: number of the token's stream, [R, L].
+        context: number of the stream whose earlier blocks the token sees, [R, L].
+        position: position of the token, [R, L]; needed only where there are shadows.
+    """
 
     segment: torch.Tensor
     block: torch.Tensor
@@ -33,52 +71,65 @@ class Tokens(NamedTuple):
     context: torch.Tensor
     position: torch.Tensor | None = None
 
-    def map(self, function) -> "Tokens":
-        """The function's result for each field."""
-        return Tokens(*(field if field is None else function(field) for field in self))
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TokenLayout":
+        """Apply a function to every field."""
+        return TokenLayout(*(field if field is None else function(field) for field in self))
 
 
-def join(parts: list[Tokens]) -> Tokens:
-    """Tokens of several streams side by side, [R, sum of L]."""
-    return Tokens(*(None if field[0] is None else torch.cat(field, dim=1) for field in zip(*parts, strict=True)))
+def join(layouts: list[TokenLayout]) -> TokenLayout:
+    """Concatenate the layouts of several streams along the token dimension, [R, sum of L]."""
+    return TokenLayout(*(None if field[0] is None else torch.cat(field, 1) for field in zip(*layouts, strict=True)))
 
 
-def tokens_of_stream(segment: torch.Tensor, positions: torch.Tensor, block_size: int, stream: int, context: int):
-    """`Tokens` of one stream from its segments and positions, both [R, L]."""
-    return Tokens(
+def stream_layout(
+    segment: torch.Tensor, positions: torch.Tensor, block_size: int, stream: int, context: int
+) -> TokenLayout:
+    """Return the layout of one stream.
+
+    Args:
+        segment: segment of each token, [R, L].
+        positions: position of each token in its segment, [R, L].
+        block_size: tokens per block.
+        stream: number of this stream.
+        context: number of the stream whose earlier blocks this one sees.
+    """
+    return TokenLayout(
         segment, positions // block_size, torch.full_like(segment, stream), torch.full_like(segment, context)
     )
 
 
 def segment_positions(segment: torch.Tensor) -> torch.Tensor:
-    """Position of every token inside its own run of equal segment ids, [R, L]."""
+    """Return the position of every token inside its own run of equal segment ids, [R, L]."""
     index = torch.arange(segment.shape[1], device=segment.device).expand_as(segment)
     starts = torch.zeros_like(index)
     starts[:, 1:] = torch.where(segment[:, 1:] != segment[:, :-1], index[:, 1:], 0)
     return index - starts.cummax(dim=1).values
 
 
-def _visible(q: Tokens, k: Tokens) -> torch.Tensor:
-    """The rule on fields that broadcast against one another."""
+def _visible(q: TokenLayout, k: TokenLayout) -> torch.Tensor:
+    """Apply the attention rule to two layouts whose fields broadcast against one another."""
     own_stream = q.stream == k.stream
     if q.position is not None:
         itself, shadow = q.position == k.position, q.stream < 0
+        # a shadow token sees itself alone in its own stream, and all positions but its own in the state it shadows
         own_stream = own_stream & (itself | ~shadow) | (q.stream == -k.stream) & shadow & ~itself
     own_block = own_stream & (q.block == k.block)
     earlier_context = (k.stream == q.context) & (k.block < q.block)
     return (q.segment == k.segment) & (own_block | earlier_context)
 
 
-def attention_mask(q: Tokens, k: Tokens, implementation: str, dtype: torch.dtype):
-    """The mask in the form that an attention implementation of transformers takes.
+def attention_mask(q: TokenLayout, k: TokenLayout, implementation: str, dtype: torch.dtype) -> AttentionMask:
+    """Build the mask in the form that an attention implementation of transformers expects.
 
     Args:
-        q, k: tokens of the queries [R, Q] and of the keys [R, S].
-        implementation: "sdpa" (boolean mask [R, 1, Q, S]), "eager" (additive mask of `dtype`, same shape) or
-            "flex_attention" (a BlockMask, never dense on a GPU).
+        q: layout of the queries, [R, Q].
+        k: layout of the keys, [R, S].
+        implementation: "sdpa" (boolean mask [R, 1, Q, S]), "eager" (additive mask [R, 1, Q, S]) or "flex_attention"
+            (a BlockMask, which is never dense on a GPU).
+        dtype: dtype of the additive mask.
 
     Raises:
-        ValueError: for an implementation that cannot take such a mask.
+        ValueError: for an implementation that does not support such masks.
     """
     if implementation == "flex_attention":
         return _block_mask(q, k)
@@ -92,10 +143,10 @@ def attention_mask(q: Tokens, k: Tokens, implementation: str, dtype: torch.dtype
     )
 
 
-@torch.no_grad()  # one mode for the compiler, whoever calls
-def _block_mask(q: Tokens, k: Tokens):
-    """The mask as tiles of tokens: nothing visible, all visible, or the rule applied inside the kernel."""
-    from torch.nn.attention.flex_attention import BlockMask  # imports the compiler: only when asked for
+@torch.no_grad()  # the compiler would otherwise make one graph with and one without gradients
+def _block_mask(q: TokenLayout, k: TokenLayout):
+    """Build the mask as tiles: hidden (skipped), visible (no mask applied), or mixed (rule applied in the kernel)."""
+    from torch.nn.attention.flex_attention import BlockMask  # imports the compiler, so only when it is needed
 
     rows, queries, keys = *q.segment.shape, k.segment.shape[1]
     q, k = _whole_tiles(q, PADDING), _whole_tiles(k, UNWRITTEN)
@@ -105,35 +156,36 @@ def _block_mask(q: Tokens, k: Tokens):
 
     count = _compiled_pairs_per_tile() if q.segment.is_cuda else _pairs_per_tile
     pairs = count(q, k)[:rows, None, : math.ceil(queries / TILE), : math.ceil(keys / TILE)]
-    partly, wholly = _listed((pairs > 0) & (pairs < TILE**2)), _listed(pairs == TILE**2)
-    return BlockMask.from_kv_blocks(*partly, *wholly, TILE, mask_mod, seq_lengths=(queries, keys))
+    mixed, full = _listed((pairs > 0) & (pairs < TILE**2)), _listed(pairs == TILE**2)
+    return BlockMask.from_kv_blocks(*mixed, *full, TILE, mask_mod, seq_lengths=(queries, keys))
 
 
-def _whole_tiles(tokens: Tokens, padding: int) -> Tokens:
-    """Copies, padded to whole tiles, at least 2 of them in at least 2 rows, by tokens out of sight.
+def _whole_tiles(layout: TokenLayout, padding: int) -> TokenLayout:
+    """Copy a layout and pad it with invisible tokens to whole tiles, at least two tiles in at least two rows.
 
-    The compiler would make another graph for a size of 1, and for tensors that queries and keys have in common.
+    The compiler specialises on sizes of 1 and on tensors that queries and keys share, and would make another graph
+    for each of these cases.
     """
-    rows, length = tokens.segment.shape
+    rows, length = layout.segment.shape
     missing = max(2, math.ceil(length / TILE)) * TILE - length
-    return tokens.map(lambda field: F.pad(field, (0, missing, 0, max(0, 2 - rows)), value=padding))
+    return layout.map(lambda field: F.pad(field, (0, missing, 0, max(0, 2 - rows)), value=padding))
 
 
-def _pairs_per_tile(q: Tokens, k: Tokens) -> torch.Tensor:
-    """How many pairs of each tile see one another, [R, Q / TILE, S / TILE]."""
+def _pairs_per_tile(q: TokenLayout, k: TokenLayout) -> torch.Tensor:
+    """Count the visible (query, key) pairs of each tile, [R, Q / TILE, S / TILE]."""
     return _visible(
         q.map(lambda field: field.unflatten(1, (-1, 1, TILE, 1))),  # [R, Q / TILE, 1, TILE, 1]
-        k.map(lambda field: field.unflatten(1, (1, -1, 1, TILE))),
+        k.map(lambda field: field.unflatten(1, (1, -1, 1, TILE))),  # [R, 1, S / TILE, 1, TILE]
     ).sum((-2, -1))
 
 
 @cache
 def _compiled_pairs_per_tile():
-    """On a GPU only the compiler keeps the pairs from being written to memory."""
+    """Compile the count: without fusion, a GPU would write all pairs of tokens to memory."""
     return torch.compile(_pairs_per_tile, dynamic=True)
 
 
 def _listed(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tiles of keys are true for each tile of queries, and all of their indices, those first; int32."""
+    """Return, per tile of queries, how many tiles of keys are set, and all tile indices with those first; int32."""
     indices = tiles.int().argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32), indices.int()

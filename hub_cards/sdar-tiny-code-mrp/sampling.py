@@ -1,10 +1,15 @@
-"""From logits to a token, its confidence and the entropy at every position; the noise of sampling is keyed.
+"""Choosing tokens from logits: token, confidence and entropy at every position, and the keyed noise of sampling.
 
-A sample is argmax(processed logits / T + Gumbel noise), where the noise is a pure function of (seed, the row's own
-key, absolute position, steps done in this block, token id). So a draft and its verification see the same noise, and
-what a row samples depends neither on its neighbours nor on how many states were read before.
+A sample is the argmax of the processed scores plus Gumbel noise, which is a draw from their softmax.
+The noise is a pure function of five integers:
+
+    seed of the call -> key of the row -> absolute position -> denoising steps done in the block -> token id
+
+There is no generator state. A draft and its verification therefore see the same noise at the same state, and the
+sample of a row depends neither on its neighbours nor on how many states were read before.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,8 +19,16 @@ _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
-class Read(NamedTuple):
-    """What was read off the logits of a state; all [..., B], float32 but `token`; scores [..., B, V]."""
+class TokenChoice(NamedTuple):
+    """The token chosen at every position of a state, and what step rules need to know about the choice.
+
+    Attributes:
+        token: chosen token ids, [..., B].
+        confidence: probability of the chosen token under the full softmax, float32 [..., B].
+        entropy: entropy of that softmax in nats, float32 [..., B]; None unless asked for.
+        scores: processed scores that the token was chosen from, without noise, float32 [..., B, V]; None unless asked
+            for.
+    """
 
     token: torch.Tensor
     confidence: torch.Tensor
@@ -24,19 +37,19 @@ class Read(NamedTuple):
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64 (torch's own keeps the sign)."""
+    """Shift int64 to the right and fill with zeros (torch's own shift repeats the sign bit)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014), on int64 that wraps."""
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood 2014) to int64, which wraps around on overflow."""
     x = (x ^ _shift(x, 30)) * _MIX_1
     x = (x ^ _shift(x, 27)) * _MIX_2
     return x ^ _shift(x, 31)
 
 
 def combine_keys(*parts: torch.Tensor) -> torch.Tensor:
-    """One int64 key from several integers that broadcast; order matters."""
+    """Hash several integer tensors, which broadcast, into one int64 key; their order matters."""
     key = torch.zeros((), dtype=torch.long, device=parts[0].device)
     for part in parts:
         key = _mix((key ^ part) + _GOLDEN)
@@ -44,12 +57,14 @@ def combine_keys(*parts: torch.Tensor) -> torch.Tensor:
 
 
 def row_keys(prompts: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """A key per row that depends on its prompt and on how many equal prompts stand before it, [R].
+    """Return one key per row that depends on its prompt and on the number of equal prompts in earlier rows, [R].
 
-    So a row draws the same sample alone and in a batch, and the copies of `num_return_sequences` differ.
+    A row therefore draws the same sample alone and in a batch, and the copies that `num_return_sequences` makes of a
+    prompt draw different samples.
 
     Args:
-        prompts, valid: token ids and whether they count, [R, P], left-aligned.
+        prompts: left-aligned token ids, [R, P].
+        valid: True for tokens and False for padding, [R, P].
     """
     index = torch.arange(prompts.shape[1], device=prompts.device)
     fingerprint = torch.where(valid, combine_keys(prompts, index), 0).sum(1)
@@ -58,27 +73,42 @@ def row_keys(prompts: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 
 def keyed_gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Gumbel noise, float32 [..., V], one stream per int64 key [...]."""
+    """Return Gumbel noise for every token id, float32 [..., V], from int64 keys [...]."""
     token = torch.arange(vocab_size, device=keys.device)
-    bits = _shift(combine_keys(keys[..., None], token), 11)  # 53 random bits
-    uniform = (bits.double() + 0.5) * 2.0**-53
+    bits = _shift(combine_keys(keys[..., None], token), 11)  # 53 random bits, as many as a double holds
+    uniform = (bits.double() + 0.5) * 2.0**-53  # never 0 or 1, so that both logarithms are finite
     return -torch.log(-torch.log(uniform)).float()
 
 
 class Sampler:
-    """Reads tokens off logits the way one call of `generate` asks for.
+    """Chooses tokens from logits with the settings of one `generate` call.
+
+        logits -> mask id excluded -> shaping processors -> softmax: confidence and entropy
+                                            |
+                                            +-> truncating processors -> + noise -> argmax: token
 
     Args:
-        mask_token_id: never chosen, and outside every softmax.
+        mask_token_id: id of [MASK]; it is never chosen and has no part in any softmax.
         shaping: logits processors that shape the distribution (temperature, suppressed tokens, the user's own).
-        truncation: those that cut it (top-k, top-p, ...): they bound what may be chosen, not its confidence.
-        keys: per-row keys of the noise [R], or None for greedy.
-        seed: drawn once per call.
-        with_entropy, with_scores: whether to return these.
+        truncation: logits processors that truncate it (top-k, top-p, ...). They restrict which token may be chosen
+            and leave its confidence unchanged.
+        keys: one key per row for the noise [R], or None for greedy decoding.
+        seed: seed of the noise, drawn once per call.
+        with_entropy: whether `read` returns the entropy.
+        with_scores: whether `read` returns the scores.
     """
 
-    def __init__(self, mask_token_id, shaping, truncation, keys=None, seed=0, with_entropy=False, with_scores=False):
-        self.mask_token_id = mask_token_id
+    def __init__(
+        self,
+        mask_token_id: int,
+        shaping: Sequence[Callable],
+        truncation: Sequence[Callable],
+        keys: torch.Tensor | None = None,
+        seed: int = 0,
+        with_entropy: bool = False,
+        with_scores: bool = False,
+    ) -> None:
+        self._mask_index = torch.tensor(mask_token_id)
         self.shaping = shaping
         self.truncation = truncation
         self.keys = None if keys is None else combine_keys(torch.as_tensor(seed, device=keys.device), keys)
@@ -87,46 +117,58 @@ class Sampler:
 
     @property
     def samples(self) -> bool:
+        """Whether tokens are sampled (otherwise the choice is greedy)."""
         return self.keys is not None
 
     @property
     def processes(self) -> bool:
-        """Whether logits processors will look at the context."""
+        """Whether there are logits processors, which read the tokens decoded so far."""
         return bool(self.shaping or self.truncation)
 
-    def keep(self, rows: torch.Tensor):
-        """Go on for these rows [n] only."""
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop all rows but those with the given indices [n]."""
         self.keys = None if self.keys is None else self.keys[rows]
 
-    def read(self, logits, positions, steps, context) -> Read:
-        """Token, confidence and entropy at every position.
+    def read(
+        self,
+        logits: torch.Tensor,
+        positions: torch.Tensor | None,
+        steps: torch.Tensor | None,
+        context: torch.Tensor | None,
+    ) -> TokenChoice:
+        """Choose a token at every position.
 
         Args:
-            logits: [R, ..., B, V].
-            positions: absolute positions, [R, ..., B].
-            steps: denoising steps done in the block at each state, [R, ...].
-            context: ids that processors of the user's see, [R, P].
+            logits: logits of the states, [R, ..., B, V].
+            positions: absolute positions, [R, ..., B]; read only when sampling.
+            steps: denoising steps done in the block at each state, [R, ...]; read only when sampling.
+            context: token ids that logits processors see, [R, P]; read only when there are processors.
         """
         log_probs, scores = self._distributions(logits, context)
         token = self.with_noise(scores, positions, steps).argmax(-1)
         confidence = log_probs.gather(-1, token[..., None])[..., 0].exp()
         entropy = torch.special.entr(log_probs.exp()).sum(-1) if self.with_entropy else None
-        return Read(token, confidence, entropy, scores if self.with_scores else None)
+        return TokenChoice(token, confidence, entropy, scores if self.with_scores else None)
 
-    def with_noise(self, scores, positions, steps) -> torch.Tensor:
-        """Processed scores [R, ..., B, V] plus the noise of their state; unchanged in greedy decoding."""
+    def with_noise(
+        self, scores: torch.Tensor, positions: torch.Tensor | None, steps: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add the noise of each state to its processed scores [R, ..., B, V]; greedy decoding adds none."""
         if not self.samples:
             return scores
         keys = self.keys.view(-1, *[1] * (positions.dim() - 1))
         return scores + keyed_gumbel(combine_keys(keys, positions, steps[..., None]), scores.shape[-1])
 
-    def confidence_of(self, logits, tokens, context) -> torch.Tensor:
-        """Probability of given tokens [R, ...] under logits [R, ..., V], temperature applied, not truncated."""
+    def confidence_of(self, logits: torch.Tensor, tokens: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
+        """Return the probability of given tokens [R, ...] under logits [R, ..., V], before truncation.
+
+        The mask token has probability 0.
+        """
         log_probs, _ = self._distributions(logits, context)
         return log_probs.gather(-1, tokens[..., None])[..., 0].exp()
 
     def _distributions(self, logits, context):
-        """(log softmax before truncation, processed scores that the choice is made from), float32 [R, ..., V]."""
+        """Return the log softmax before truncation and the scores that tokens are chosen from, float32 [R, ..., V]."""
         shape = logits.shape
         scores = self._forbid_mask(logits.float().reshape(-1, shape[-1]))
         if not self.processes:
@@ -134,11 +176,14 @@ class Sampler:
         context = context.repeat_interleave(scores.shape[0] // shape[0], dim=0)
         for processor in self.shaping:
             scores = processor(context, scores)
-        scores = self._forbid_mask(scores)  # a processor may have allowed it again, and no step would end then
+        # again: a processor may have allowed the mask token, and a step that chose it would never reveal anything
+        scores = self._forbid_mask(scores)
         log_probs = scores.log_softmax(-1)
         for processor in self.truncation:
             scores = processor(context, scores)
         return log_probs.view(shape), self._forbid_mask(scores).view(shape)
 
     def _forbid_mask(self, scores):
-        return scores.index_fill(-1, torch.tensor(self.mask_token_id, device=scores.device), -torch.inf)
+        # the index goes to the device once, not at every read: copying it there makes the host wait
+        self._mask_index = self._mask_index.to(scores.device)
+        return scores.index_fill(-1, self._mask_index, -torch.inf)

@@ -1,4 +1,4 @@
-"""Step rules: which masked positions a denoising step reveals."""
+"""Step rules: they decide which masked positions of a block a denoising step reveals."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,23 @@ STRATEGIES = ("low_confidence_static", "low_confidence_dynamic", "sequential", "
 
 @dataclass(frozen=True)
 class StepRule:
-    """One of `STRATEGIES` with its numbers.
+    """One of `STRATEGIES` with its parameters.
 
-    static: the `tokens_per_step` most confident positions; dynamic: all above `confidence_threshold`, at least the
-    most confident; sequential: the `tokens_per_step` leftmost; entropy bounded: the most certain positions while
-    the sum of their entropies (nats) stays within `entropy_bound`, at least one. Ties go to the left.
+    - "low_confidence_static" reveals the `tokens_per_step` most confident positions;
+    - "low_confidence_dynamic" reveals every position whose confidence exceeds `confidence_threshold`, and always the
+      most confident one;
+    - "sequential" reveals the `tokens_per_step` leftmost positions;
+    - "entropy_bounded" reveals positions in order of increasing entropy as long as the sum of their entropies (nats)
+      does not exceed `entropy_bound`, and always the first.
+
+    Ties are broken in favour of the position on the left. Every rule reveals at least one masked position of a block
+    that has any, so a block ends after at most block_size steps.
+
+    Args:
+        strategy: name of the rule.
+        tokens_per_step: number of tokens that the static and the sequential rule reveal.
+        confidence_threshold: threshold of the dynamic rule.
+        entropy_bound: bound of the entropy rule, in nats.
     """
 
     strategy: str
@@ -23,10 +35,17 @@ class StepRule:
 
     @property
     def needs_entropy(self) -> bool:
+        """Whether the rule reads entropies."""
         return self.strategy == "entropy_bounded"
 
     def __call__(self, confidence: torch.Tensor, entropy: torch.Tensor | None, masked: torch.Tensor) -> torch.Tensor:
-        """Positions to reveal, boolean [..., B], from confidence and entropy (both [..., B]) and what is masked."""
+        """Return the positions to reveal, boolean [..., B].
+
+        Args:
+            confidence: confidence of the token chosen at each position, [..., B].
+            entropy: entropy at each position, [..., B]; may be None where the rule does not need it.
+            masked: which positions are masked, boolean [..., B].
+        """
         if self.strategy == "sequential":
             return masked & (masked.cumsum(-1) <= self.tokens_per_step)
         if self.strategy == "entropy_bounded":
@@ -41,6 +60,11 @@ class StepRule:
 
 
 def confidence_rank(confidence: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
-    """Rank of each position by confidence among the given ones, 0 for the most confident, [..., B]."""
+    """Rank the positions by confidence, 0 for the most confident, [..., B].
+
+    Args:
+        confidence: confidence at each position, [..., B].
+        among: positions to rank, boolean [..., B]; all others come after them.
+    """
     order = confidence.masked_fill(~among, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(-1)

@@ -1,25 +1,33 @@
-"""`generate` for block diffusion: transformers' own preparation around our decoding loop."""
+"""`generate` for block diffusion: our decoding loop inside transformers' own preparation of a call."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, GenerationMixin, logits_process
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerationConfig,
+    GenerationMixin,
+    StoppingCriteriaList,
+    logits_process,
+)
+from transformers.generation.streamers import BaseStreamer
 
 from .block_state import BlockState
-from .decoding import BACKBONE, HEAD, PREFILL, Decoder
+from .cached_forwards import BACKBONE, HEAD, PREFILL
+from .decoding import Decoder
 from .inputs import check_inputs, check_mask, left_align
 from .options import OPTION_NAMES, DecodingOptions, nearest
 from .sampling import Sampler, row_keys
 
-# processors that cut the distribution: they come after the point where confidence is read
+# processors that truncate the distribution; confidences are read before them
 TRUNCATION = ("TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper")
 TRUNCATION += ("EpsilonLogitsWarper", "EtaLogitsWarper")
-# transformers' own processors that make sense without a left-to-right order
+# processors of transformers that work without a left-to-right order
 ORDER_FREE = TRUNCATION + ("TemperatureLogitsWarper", "SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor")
 ORDER_FREE += ("LogitNormalization", "NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor")
 MODEL_ARGUMENTS = ("input_ids", "attention_mask")
-# options of transformers that mean nothing here, with the values that leave them off
+# options of transformers that have no meaning here, and the values that mean they are not used
 UNSUPPORTED = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
@@ -44,15 +52,17 @@ UNSUPPORTED = {
 
 @dataclass
 class GenerationStats:
-    """What decoding has cost and how drafts fared, per row.
+    """What decoding has cost and how many drafts were accepted, per row.
 
     Attributes:
-        backbone_forwards: [R], all forwards of the backbone that the row took part in, the prompt's included.
-        head_forwards: [R], all forwards of the head.
-        prefill_forwards: [R], those of the backbone forwards that carried blocks of the prompt.
-        tokens_by_backbone, tokens_by_head: [R], new tokens that are returned, by who chose them.
-        drafts_proposed, drafts_accepted: [R, K]; column j counts the drafts j steps behind the backbone's certain one
-            (column 0 is that step itself, which needs no verification, and stays 0).
+        backbone_forwards: all forwards of the backbone that the row took part in, the prompt's included, [R].
+        head_forwards: all forwards of the head, [R].
+        prefill_forwards: how many of the backbone's forwards read blocks of the prompt, [R].
+        tokens_by_backbone: returned new tokens that the backbone chose, [R].
+        tokens_by_head: returned new tokens that the head chose, [R].
+        drafts_proposed: drafts per depth, [R, K]. Column j counts the drafts j steps after the backbone's own certain
+            step; column 0 is that step itself, which needs no verification, and stays 0.
+        drafts_accepted: how many of these drafts the backbone accepted, [R, K].
     """
 
     backbone_forwards: torch.Tensor
@@ -69,12 +79,13 @@ class MRPGenerateOutput(GenerateDecoderOnlyOutput):
     """Output of `generate(..., return_dict_in_generate=True)`.
 
     Attributes:
-        sequences: [R, P + new], the prompts as given and the new tokens, padded behind a row's end.
-        scores: per new token [R, V], the processed logits row at which it was revealed (`output_scores=True`).
-        reveal_steps: [R, P + new], the denoising step of its block, from 0, at which each token was revealed; -1 in
-            the prompt and where nothing was. Behind a row's end it tells what else of the last block was revealed.
-        tokens_per_forward: [R], new tokens per forward of the backbone.
-        stats: `GenerationStats`.
+        sequences: the prompts as they were given and the new tokens, with padding after a row's end, [R, P + new].
+        scores: for each new token the processed scores at which it was revealed, [R, V]; with `output_scores=True`.
+        reveal_steps: the denoising step of its block, from 0, at which each token was revealed, [R, P + new]; -1 in
+            the prompt and where nothing was revealed. After a row's end these are the steps of other tokens of its
+            last block.
+        tokens_per_forward: new tokens per forward of the backbone, [R].
+        stats: forwards and drafts of every row.
     """
 
     reveal_steps: torch.Tensor | None = None
@@ -82,13 +93,29 @@ class MRPGenerateOutput(GenerateDecoderOnlyOutput):
     stats: GenerationStats | None = None
 
 
-class Progress:
-    """Hands finished columns to the streamer and the stopping criteria, in order, once every running row has them.
+class ColumnEmitter:
+    """Passes columns of new tokens to the streamer and the stopping criteria, each once all running rows have it.
 
-    Rows progress unevenly, but criteria and streamers see what token-by-token generation would show them.
+    Rows progress unevenly, but streamers and criteria see the columns in order, as in token-by-token generation.
+
+    Args:
+        input_ids: the prompts as they were given, [R, P].
+        max_new_tokens: the most new tokens per row.
+        pad_token_id: id that follows a row's end.
+        stopping_criteria: transformers' list of criteria; asked once per column.
+        streamer: a streamer of transformers, or None. If it has `put_draft`, it also sees the blocks in progress.
+        with_scores: whether to collect scores.
     """
 
-    def __init__(self, input_ids, max_new_tokens, pad_token_id, stopping_criteria, streamer, with_scores):
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int,
+        pad_token_id: int,
+        stopping_criteria: StoppingCriteriaList,
+        streamer: BaseStreamer | None,
+        with_scores: bool,
+    ) -> None:
         self.sequences = input_ids
         self.prompt_columns = input_ids.shape[1]
         self.max_new_tokens = max_new_tokens
@@ -101,6 +128,8 @@ class Progress:
         self.draft_streamer = streamer if hasattr(streamer, "put_draft") else None
 
     def __call__(self, state: BlockState):
+        """Emit the columns that have become ready, and stop the rows that have finished."""
+        # columns before every running row's current block; rows that have ended do not delay the others
         ready = int(torch.where(state.running, state.starts - state.prompt_lengths, self.max_new_tokens).min())
         done = self.sequences.shape[1] - self.prompt_columns
         while done < ready and self.unfinished.any():
@@ -122,7 +151,7 @@ class Progress:
         self.unfinished = self.unfinished & ~self.stopping_criteria(self.sequences, self.scores)
 
     def _show_draft(self, state: BlockState, done: int):
-        """The rest of the current block as it stands, mask tokens included."""
+        """Show the streamer all tokens after the emitted ones up to the current blocks' ends, masks included."""
         ends = (state.starts + state.block_size).clamp(max=int(state.limits.max()))
         width = int((ends - state.prompt_lengths).max())
         index = (state.prompt_lengths[:, None] + torch.arange(done, width, device=ends.device)).clamp(
@@ -132,17 +161,32 @@ class Progress:
 
 
 class MRPGenerationMixin(GenerationMixin):
-    """Keeps `GenerationMixin.generate` and replaces its decoding loop and the preparation of options."""
+    """Keeps `GenerationMixin.generate` and replaces its decoding loop, its check of options and its cache."""
 
-    def generate(self, inputs=None, generation_config=None, logits_processor=None, stopping_criteria=None, **kwargs):
-        """As in transformers, with the options of `DecodingOptions` as further keyword arguments.
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: list | None = None,
+        stopping_criteria: list | None = None,
+        **kwargs,
+    ) -> torch.Tensor | MRPGenerateOutput:
+        """Generate tokens.
+
+        Args:
+            inputs: token ids of the prompts, [R, P]; may also be passed as `input_ids`.
+            generation_config: as in transformers.
+            logits_processor: as in transformers.
+            stopping_criteria: as in transformers; asked once per column of new tokens.
+            kwargs: options of transformers' `generate`, and those of `DecodingOptions`.
 
         Returns:
-            [R, P + new] token ids, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
+            Token ids of prompts and new tokens, [R, P + new], or an `MRPGenerateOutput` with
+            `return_dict_in_generate=True`.
 
         Raises:
-            ValueError: for an unknown option, a value out of range, an option that means nothing for block diffusion,
-                or an input that is not [rows, tokens] of known ids.
+            ValueError: for an unknown option, a value out of range, an option that has no meaning in block diffusion,
+                or prompts that are not [rows, tokens] of known ids.
         """
         for name in ("prefix_allowed_tokens_fn", "assistant_model", "negative_prompt_ids", "custom_generate"):
             if kwargs.get(name) is not None:
@@ -163,7 +207,7 @@ class MRPGenerationMixin(GenerationMixin):
         given = stored | model_kwargs
         for name, off in UNSUPPORTED.items():
             if given.get(name) not in off:
-                raise ValueError(f"{name}={given[name]!r} is not supported in block-diffusion decoding: leave it out")
+                raise ValueError(f"{name}={given[name]!r} is not supported in block-diffusion decoding: omit it")
         for name in model_kwargs:
             if name not in (*MODEL_ARGUMENTS, *UNSUPPORTED) and model_kwargs[name] is not None:
                 known = (*OPTION_NAMES, *stored, *MODEL_ARGUMENTS)
@@ -178,7 +222,7 @@ class MRPGenerationMixin(GenerationMixin):
         return generation_config, model_kwargs
 
     def _prepare_cache_for_generation(self, *args, **kwargs):
-        """The decoder makes its own cache."""
+        """Prepare no cache: the decoder makes its own."""
 
     def _sample(
         self,
@@ -190,7 +234,7 @@ class MRPGenerationMixin(GenerationMixin):
         streamer=None,
         **model_kwargs,
     ):
-        """The decoding loop; all before it (options, criteria, processors, streaming the prompt) is transformers'."""
+        """Decode; transformers has prepared the options, the criteria and the processors, and streamed the prompt."""
         options = generation_config.decoding_options
         shaping, truncation = _split_processors(logits_processor)
         eos = generation_config._eos_token_tensor
@@ -201,7 +245,7 @@ class MRPGenerationMixin(GenerationMixin):
         ids = input_ids.to(self.device, torch.long)
         mask = model_kwargs.get("attention_mask")
         if mask is not None:
-            check_mask(mask, input_ids)  # again: transformers makes one of the pad tokens when none is given
+            check_mask(mask, input_ids)  # again: without a mask, transformers derives one from the pad tokens
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(self.device).bool()
         prompts, lengths = left_align(ids, valid)
 
@@ -223,20 +267,20 @@ class MRPGenerationMixin(GenerationMixin):
             with_entropy=options.step_rule.needs_entropy,
             with_scores=bool(generation_config.output_scores and generation_config.return_dict_in_generate),
         )
-        progress = Progress(ids, max_new_tokens, pad, stopping_criteria, streamer, sampler.with_scores)
+        emitter = ColumnEmitter(ids, max_new_tokens, pad, stopping_criteria, streamer, sampler.with_scores)
         with torch.no_grad(), _in_eval_mode(self):
-            Decoder(self, state, options, sampler, pad).run(progress)
+            Decoder(self, state, options, sampler, pad).run(emitter)
         if streamer is not None:
             streamer.end()
-        sequences = progress.sequences.to(input_ids.device)
+        sequences = emitter.sequences.to(input_ids.device)
         if not generation_config.return_dict_in_generate:
             return sequences
-        stats = _stats(state, progress)
+        stats = _stats(state, emitter)
         return MRPGenerateOutput(
             sequences=sequences,
-            scores=progress.scores,
-            reveal_steps=_reveal_steps(state, progress).to(input_ids.device),
-            tokens_per_forward=progress.lengths / stats.backbone_forwards.clamp(min=1),
+            scores=emitter.scores,
+            reveal_steps=_reveal_steps(state, emitter).to(input_ids.device),
+            tokens_per_forward=emitter.lengths / stats.backbone_forwards.clamp(min=1),
             stats=stats,
         )
 
@@ -248,7 +292,10 @@ class MRPGenerationMixin(GenerationMixin):
 
 @contextmanager
 def _in_eval_mode(model):
-    """No dropout in a draft, and no gradient checkpointing, which takes the cache from layers."""
+    """Set eval mode for a while, then restore every module's own mode.
+
+    Training mode would apply dropout, and gradient checkpointing would pass no cache to the layers.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -259,14 +306,16 @@ def _in_eval_mode(model):
 
 
 def _split_processors(processors):
-    """(those that shape the distribution, those that truncate it and what follows), refusing what needs an order."""
-    theirs = {name for name in vars(logits_process) if name.endswith(("Warper", "Processor", "LogitNormalization"))}
+    """Split logits processors into those before the first that truncates, and that one with all after it.
+
+    Raises:
+        ValueError: for a processor of transformers that needs left-to-right order.
+    """
+    known = {name for name in vars(logits_process) if name.endswith(("Warper", "Processor", "LogitNormalization"))}
     names = [type(processor).__name__ for processor in processors]
     for processor, name in zip(processors, names, strict=True):
-        if name in theirs and name not in ORDER_FREE:
-            raise ValueError(
-                f"{name} needs left-to-right order, which block diffusion does not have: leave its option out"
-            )
+        if name in known and name not in ORDER_FREE:
+            raise ValueError(f"{name} needs left-to-right order, which block diffusion does not have: omit its option")
         if name in ("NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor"):
             long = [sequence for sequence in processor.sequence_bias if len(sequence) > 1]
             if long:
@@ -277,25 +326,25 @@ def _split_processors(processors):
     return list(processors[:first]), list(processors[first:])
 
 
-def _reveal_steps(state: BlockState, progress: Progress) -> torch.Tensor:
-    """[R, P + new]: those of the new tokens, behind -1 for the prompt as it was given."""
-    new = progress.sequences.shape[1] - progress.prompt_columns
+def _reveal_steps(state: BlockState, emitter: ColumnEmitter) -> torch.Tensor:
+    """Return -1 for every column of the prompts, and then the reveal steps of the new tokens, [R, P + new]."""
+    new = emitter.sequences.shape[1] - emitter.prompt_columns
     column = torch.arange(new, device=state.tokens.device)
     at = state.prompt_lengths[:, None] + column
     steps = state.reveal_steps.gather(1, at.clamp(max=state.width - 1)).masked_fill(at >= state.width, -1)
-    return torch.nn.functional.pad(steps, (progress.prompt_columns, 0), value=-1)
+    return torch.nn.functional.pad(steps, (emitter.prompt_columns, 0), value=-1)
 
 
-def _stats(state: BlockState, progress: Progress) -> GenerationStats:
+def _stats(state: BlockState, emitter: ColumnEmitter) -> GenerationStats:
     column = torch.arange(state.width, device=state.tokens.device)
-    end = (state.prompt_lengths + progress.lengths)[:, None]
+    end = (state.prompt_lengths + emitter.lengths)[:, None]
     returned = (column >= state.prompt_lengths[:, None]) & (column < end)
     by_head = (state.revealed_by_head & returned).sum(1)
     return GenerationStats(
         backbone_forwards=state.forwards[:, BACKBONE],
         head_forwards=state.forwards[:, HEAD],
         prefill_forwards=state.forwards[:, PREFILL],
-        tokens_by_backbone=progress.lengths - by_head,
+        tokens_by_backbone=emitter.lengths - by_head,
         tokens_by_head=by_head,
         drafts_proposed=state.proposed,
         drafts_accepted=state.accepted,

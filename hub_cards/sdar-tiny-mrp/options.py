@@ -1,9 +1,11 @@
-"""Options of one decoding call, checked."""
+"""Decoding options of one `generate` call, and their validation."""
 
 import difflib
 import warnings
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 
+from .configuration_mrp import MRPConfig
 from .step_rules import STRATEGIES, StepRule
 
 MODES = (None, "direct", "spec", "remask")
@@ -14,22 +16,28 @@ CRITERIA = ("leave_one_out", "confidence", "residual", "backbone")
 
 @dataclass(frozen=True)
 class DecodingOptions:
-    """Keyword arguments of `generate` that are ours; None means the default (see README).
+    """The keyword arguments that `generate` takes beside those of transformers. None means the default.
 
     Attributes:
         mrp_mode: None (backbone only), "direct", "spec" or "remask".
-        mrp_steps: look-ahead K >= 1.
-        mrp_draft: who drafts in spec: "head", or "self" (the backbone's last known logits).
-        mrp_drafts_per_head_step: draft steps of a chain that share one head step, >= 1.
-        mrp_acceptance: "exact" (lossless), or "token": also where the order differs (see `mrp_acceptance_floor`).
-        mrp_acceptance_floor: confidence in [0, 1] that token acceptance asks of the backbone out of order.
-        mrp_draft_threshold: stop a chain before a draft whose confidence is below it; None: never.
-        remasking_strategy: the step rule; remask proposes by the dynamic one.
-        denoising_steps: static and sequential reveal ceil(block_size / denoising_steps) tokens a step.
-        confidence_threshold, eb_threshold: bounds of the dynamic and of the entropy rule.
-        remask_criterion: "leave_one_out", "confidence" or "residual" of the head; "backbone" needs none: every token
-            of the block is checked again in the next forward (wide-in / narrow-out, arXiv 2507.18578).
-        remask_threshold: None: the checkpoint's calibrated |C| for "residual", else `confidence_threshold`.
+        mrp_steps: look-ahead K, at least 1. spec: drafts per round, the first of which is the backbone's own certain
+            step. direct: head steps after each backbone step.
+        mrp_draft: what spec drafts from: "head" (logits that the head estimates), or "self" (the backbone's logits of
+            the last round).
+        mrp_drafts_per_head_step: how many draft steps of a chain share one head step, at least 1.
+        mrp_acceptance: "exact" accepts a draft where the backbone takes the same step, which changes no token.
+            "token" also accepts it where the backbone would choose the same tokens, but would reveal others first.
+        mrp_acceptance_floor: confidence, from 0 to 1, that the backbone needs in tokens accepted out of order.
+        mrp_draft_threshold: confidence below which a draft ends its chain; None means that no draft does.
+        remasking_strategy: the step rule, one of `STRATEGIES`; remask requires the dynamic one.
+        denoising_steps: the static and the sequential rule reveal ceil(block_size / denoising_steps) tokens a step.
+        confidence_threshold: threshold of the dynamic rule.
+        eb_threshold: bound of the entropy rule, in nats.
+        remask_criterion: how remask decides which tokens to mask again. "leave_one_out", "confidence" and "residual"
+            ask the head. "backbone" needs no head: the next forward checks every token of the block again (wide-in /
+            narrow-out, arXiv 2507.18578).
+        remask_threshold: threshold of that criterion. By default the checkpoint's calibrated one for "residual" if it
+            has one, and `confidence_threshold` otherwise.
         block_size: tokens per block.
     """
 
@@ -49,11 +57,15 @@ class DecodingOptions:
     block_size: int | None = None
 
     @classmethod
-    def resolve(cls, values: dict, config) -> "DecodingOptions":
-        """Options for a checkpoint with this config, from the values that were set.
+    def resolve(cls, values: dict, config: MRPConfig) -> "DecodingOptions":
+        """Fill in the defaults that depend on other options or on the checkpoint, and validate all options.
+
+        Args:
+            values: the options that were set; None counts as not set.
+            config: the model's config.
 
         Raises:
-            ValueError: for a value out of range, or a mode that the checkpoint cannot run.
+            ValueError: for a value out of range, or a mode that the checkpoint does not support.
         """
         values = {key: value for key, value in values.items() if value is not None}
         has_head = config.num_mrp_layers > 0
@@ -88,8 +100,8 @@ class DecodingOptions:
         _number("eb_threshold", self.eb_threshold)
         if self.mrp_mode == "remask" and self.remasking_strategy != "low_confidence_dynamic":
             raise ValueError(
-                f"remasking_strategy={self.remasking_strategy!r} does not go with mrp_mode='remask', which "
-                "proposes by 'low_confidence_dynamic': leave it out"
+                f"remasking_strategy={self.remasking_strategy!r} cannot be combined with mrp_mode='remask', which "
+                "uses 'low_confidence_dynamic': omit it"
             )
         needs_head = self.uses_head or (self.mrp_mode == "spec" and self.mrp_draft == "head")
         if needs_head and not has_head:
@@ -101,6 +113,7 @@ class DecodingOptions:
 
     @property
     def uses_head(self) -> bool:
+        """Whether this call runs the head."""
         return (
             self.mrp_mode == "direct"
             or (self.mrp_mode == "remask" and not self.revokes)
@@ -109,20 +122,22 @@ class DecodingOptions:
 
     @property
     def revokes(self) -> bool:
-        """Whether the backbone itself may take back what an earlier step revealed."""
+        """Whether the backbone itself may mask tokens of earlier steps again."""
         return self.mrp_mode == "remask" and self.remask_criterion == "backbone"
 
     @property
     def candidates(self) -> int:
-        """States that one backbone forward reads per row."""
+        """The most states that one forward of the backbone reads per row (without shadows)."""
         return self.mrp_steps if self.mrp_mode == "spec" else 1
 
     @property
     def keep_threshold(self) -> float:
+        """Threshold of the remask criterion."""
         return self.confidence_threshold if self.remask_threshold is None else self.remask_threshold
 
     @property
     def step_rule(self) -> StepRule:
+        """The step rule that the options describe."""
         tokens_per_step = -(-self.block_size // self.denoising_steps)
         return StepRule(self.remasking_strategy, tokens_per_step, self.confidence_threshold, self.eb_threshold)
 
@@ -130,14 +145,20 @@ class DecodingOptions:
 OPTION_NAMES = tuple(field.name for field in fields(DecodingOptions))
 
 
-def nearest(name: str, names, likeness: float = 0.6) -> str:
-    """' Did you mean ...?' for a mistyped name, or nothing."""
+def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str:
+    """Return " Did you mean ...?" with the most similar name, or "" when none is similar.
+
+    Args:
+        name: the mistyped name.
+        names: the known names.
+        likeness: how similar a name has to be, from 0 to 1 (equal).
+    """
     close = difflib.get_close_matches(str(name), [str(known) for known in names], n=1, cutoff=likeness)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def one_of(name: str, value, allowed):
-    """Raise a ValueError that names the argument, the value and what is allowed, unless it is."""
+def one_of(name: str, value: object, allowed: Collection) -> None:
+    """Raise a ValueError that names an argument, its value and the allowed values, unless the value is allowed."""
     if value not in allowed:
         raise ValueError(
             f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{nearest(value, allowed)}"

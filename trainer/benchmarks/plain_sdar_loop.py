@@ -7,7 +7,7 @@ lock-step: a row that has finished its block waits until all have.
 import torch
 from transformers import DynamicCache
 
-from modeling_mrp.masks import CLEAN, PADDING, tokens_of_stream
+from modeling_mrp.masks import CLEAN, PADDING, stream_layout
 from modeling_mrp.sampling import Sampler
 from modeling_mrp.step_rules import StepRule
 
@@ -39,7 +39,7 @@ def plain_sdar_loop(
     positions = torch.arange(ids.shape[1], device=device) - torch.tensor(padding, device=device)[:, None]
     segment = torch.where(positions < 0, PADDING, 0)
     positions = positions.clamp(min=0)
-    tokens = tokens_of_stream(segment, positions, size, stream=CLEAN, context=CLEAN)
+    tokens = stream_layout(segment, positions, size, stream=CLEAN, context=CLEAN)
     cache = DynamicCache()
 
     def forward(start: int, end: int) -> torch.Tensor:

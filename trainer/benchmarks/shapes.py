@@ -14,8 +14,8 @@ from torch import nn
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from modeling_mrp.block_cache import BlockCache
-from modeling_mrp.decoding import Place
-from modeling_mrp.masks import CLEAN, Tokens
+from modeling_mrp.cached_forwards import Placement
+from modeling_mrp.masks import CLEAN, TokenLayout
 from modeling_mrp.sampling import Sampler
 
 from ..checkpoints.loading import usable_device
@@ -117,12 +117,12 @@ class StepParts:
         block = self.start + torch.arange(self.size, device=self.ids.device)
         return block.repeat(candidates).expand(self.rows, -1)
 
-    def _place(self, candidates: int) -> Place:
+    def _place(self, candidates: int) -> Placement:
         positions = self._positions(candidates)
         stream = torch.arange(1, candidates + 1, device=positions.device).repeat_interleave(self.size)
         zero = torch.zeros_like(positions)
-        tokens = Tokens(zero, positions // self.size, stream.expand_as(positions), zero + CLEAN)
-        return Place(positions, self.model.attention_mask(tokens, self.cache.place(tokens)))
+        layout = TokenLayout(zero, positions // self.size, stream.expand_as(positions), zero + CLEAN)
+        return Placement(positions, self.model.attention_mask(layout, self.cache.assign_slots(layout)))
 
 
 def measure_costs(

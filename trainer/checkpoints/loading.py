@@ -1,44 +1,55 @@
-"""Model and tokenizer of a command from its arguments `model`, `revision`, `dtype`, ...; device and attention."""
+"""Loading the model and the tokenizer that a command was asked for, and choosing device and attention."""
+
+from argparse import Namespace
+from os import PathLike
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from modeling_mrp import MRPForDiffusionLM
-from modeling_mrp.checkpoints import read_checkpoint
+from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from modeling_mrp.modeling_mrp import ResidualHead
 
 from .head_files import load_head, read_head_config
 from .weight_files import fetch
 
 
-def load(arguments):
-    """The model, in eval mode on its device, and its tokenizer, which pads on the left.
+def load(arguments: Namespace) -> tuple[MRPForDiffusionLM, PreTrainedTokenizerBase]:
+    """Load the model, in eval mode on its device, and its tokenizer, which pads on the left.
 
-    A head of its own (`head`) is put on when asked for; a checkpoint without a head otherwise stays without one.
+    Args:
+        arguments: a command's arguments `model`, `revision`, `head`, `dtype` and `device`. With `head`, a folder or
+            Hub id, that head is loaded into the model; without it the model keeps the head that its checkpoint holds,
+            and has none if the checkpoint has none.
     """
     folder = fetch(arguments.model, arguments.revision)[0]
     if arguments.head is None:
         model = _as_stored(folder, arguments)
     else:
-        trained = read_head_config(fetch(arguments.head)[0])
+        head_folder = fetch(arguments.head)[0]
+        trained = read_head_config(head_folder)
         head = {name: trained.get(name) for name in ("num_mrp_layers", "mrp_residual")}
-        model = load_head(MRPForDiffusionLM.from_backbone(folder, **head, dtype=arguments.dtype), arguments.head)
+        model = load_head(MRPForDiffusionLM.from_backbone(folder, **head, dtype=arguments.dtype), head_folder)
     return _placed(model, arguments), load_tokenizer(folder, model.config, padding_side="left")
 
 
-def load_tokenizer(source, config, **options):
-    """The tokenizer of a folder or Hub id, never by code that it holds.
+def load_tokenizer(source: str | PathLike, config: MRPConfig, **options) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder or Hub id without running code that it holds.
 
     Args:
-        config: the model's.
-        options: of `AutoTokenizer.from_pretrained` (revision, padding_side, ...).
+        source: a folder or a Hub id.
+        config: the model's config.
+        options: arguments of `AutoTokenizer.from_pretrained` (revision, padding_side, ...).
     """
-    # with our config and no trust its class is transformers' own, whatever code the folder names
+    # given our config and no trust, transformers takes a tokenizer class of its own, whatever code the folder names
     return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **options)
 
 
-def load_full_head(arguments):
-    """The backbone of `model` under the head of `full_head`: a folder or Hub id, as training writes it.
+def load_full_head(arguments: Namespace) -> MRPForDiffusionLM:
+    """Load the backbone of one checkpoint with a head that predicts the full next distribution.
+
+    Args:
+        arguments: a command's arguments `model`, `revision`, `full_head` (folder or Hub id of the head), `dtype` and
+            `device`.
 
     Raises:
         ValueError: when that head is residual, or belongs to another backbone.
@@ -55,8 +66,8 @@ def load_full_head(arguments):
 
 
 def _as_stored(folder, arguments) -> MRPForDiffusionLM:
-    head = {} if read_checkpoint(str(folder), None, None, None, {}).has_head else {"num_mrp_layers": 0}
-    return MRPForDiffusionLM.from_backbone(folder, **head, dtype=arguments.dtype)
+    """Load a checkpoint with the head that it holds, or without a head if it holds none."""
+    return MRPForDiffusionLM.from_backbone(folder, default_mrp_layers=0, dtype=arguments.dtype)
 
 
 def _placed(model, arguments):
@@ -64,10 +75,10 @@ def _placed(model, arguments):
 
 
 def usable_device(name: str | None) -> torch.device:
-    """The device of that name; by default a GPU when there is one.
+    """Return the device of that name; by default a GPU if there is one.
 
     Raises:
-        ValueError: when it is unknown or cannot be used here.
+        ValueError: when the device is unknown or cannot be used on this machine.
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -77,10 +88,16 @@ def usable_device(name: str | None) -> torch.device:
 
 
 def default_attention(device: torch.device, autocast: bool) -> str:
-    """The attention implementation to train with on this device, under autocast to half precision or not."""
+    """Choose the attention implementation for training.
+
+    Args:
+        device: device of the model.
+        autocast: whether training runs under autocast to half precision.
+    """
     if device.type != "cuda":
         return "sdpa"
-    # the norms of q and k give float32 under autocast, v stays half: older releases of flex_attention refuse the mix
+    # under autocast the norms of queries and keys return float32 while values stay in half precision, and releases of
+    # flex_attention before 2.11 refuse this mix
     return "sdpa" if autocast and torch.__version__ < "2.11" else "flex_attention"
 
 

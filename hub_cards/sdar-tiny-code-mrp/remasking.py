@@ -1,0 +1,105 @@
+"""Remasking: taking back tokens that were revealed, by the head's judgement or by the backbone's own."""
+
+import torch
+
+from .block_state import BlockState
+from .cached_forwards import CachedForwards
+from .options import DecodingOptions
+from .sampling import Sampler
+from .step_rules import confidence_rank
+from .verification import BackboneStep
+
+
+class HeadRemasker:
+    """Masks reveals of a backbone step again where the head, which has seen all of them, doubts them.
+
+    The most confident reveal of a step always stays, so a block ends after at most block_size rounds.
+
+    Args:
+        forwards: forwards of the backbone and of the head.
+        sampler: computes confidences from logits.
+        options: decoding options of this call; `remask_criterion` selects how the head is asked.
+    """
+
+    def __init__(self, forwards: CachedForwards, sampler: Sampler, options: DecodingOptions) -> None:
+        self.forwards = forwards
+        self.sampler = sampler
+        self.threshold = options.keep_threshold
+        self.kept = {
+            "leave_one_out": self._kept_when_left_out,
+            "confidence": self._kept_by_confidence,
+            "residual": self._kept_by_residual,
+        }[options.remask_criterion]
+
+    def remask(self, state: BlockState, step: BackboneStep, context: torch.Tensor | None) -> torch.Tensor:
+        """Return the block after a step without the reveals that the head doubts, [R, B].
+
+        Args:
+            state: the rows; `hidden` holds the backbone's hidden states before the step.
+            step: the backbone's step.
+            context: finished tokens for the logits processors, or None.
+        """
+        surest = confidence_rank(step.confidence, step.revealed) == 0
+        asked = step.revealed & ~surest & state.running[:, None]  # reveals that the head judges, [R, B]
+        # waits for the device: where there is nothing to judge, no head forward may run (every forward is counted)
+        most = int(asked.sum(1).max())
+        if not most:
+            return step.after
+        return torch.where(asked & ~self.kept(state, step, asked, most, context), state.mask_token_id, step.after)
+
+    def _kept_by_residual(self, state, step, asked, most, context) -> torch.Tensor:
+        """Keep a token whose corrected minus backbone logit on the state before the step is small, [R, B]."""
+        hidden, live = state.hidden[:, None], asked.any(1)[:, None]
+        residual = self.forwards.head(state, step.before[:, None], hidden, live)[:, 0] - state.hidden
+        logits = self.forwards.model.logits(residual).float()
+        return logits.gather(-1, step.after[..., None])[..., 0].abs() <= self.threshold
+
+    def _kept_by_confidence(self, state, step, asked, most, context) -> torch.Tensor:
+        """Keep a token whose corrected confidence on the state after the step is high, [R, B]."""
+        hidden, live = state.hidden[:, None], asked.any(1)[:, None]
+        corrected = self.forwards.head(state, step.after[:, None], hidden, live)[:, 0]
+        logits = self.forwards.model.logits(corrected)
+        return self.sampler.confidence_of(logits, step.after, context) >= self.threshold
+
+    def _kept_when_left_out(self, state, step, asked, most, context) -> torch.Tensor:
+        """Keep a token whose corrected confidence is high where it alone of the reveals is masked again, [R, B].
+
+        One head step reads a state per token that is judged, as many as the row with the most of them needs:
+
+            after the step       a b c d      b, c and d are judged
+            state 0              a _ c d      asks for b
+            state 1              a b _ d      asks for c
+            state 2              a b c _      asks for d
+        """
+        after, size = step.after, state.block_size
+        # judged positions first, in order: state g of a row masks the g-th of them
+        where = asked.long().argsort(dim=1, descending=True, stable=True)[:, :most]  # [R, G]
+        live = asked.gather(1, where)
+        masked = torch.arange(size, device=after.device) == where[..., None]  # [R, G, B], one position per state
+        blocks = torch.where(masked, state.mask_token_id, after[:, None])
+        hidden = state.hidden[:, None].expand(-1, most, -1, -1)
+        corrected = self.forwards.head(state, blocks, hidden, live)  # [R, G, B, H], read at the masked position only
+        at = where[..., None, None].expand(-1, -1, 1, corrected.shape[-1])
+        logits = self.forwards.model.logits(corrected.gather(2, at)[:, :, 0])  # [R, G, V]
+        confidence = self.sampler.confidence_of(logits, after.gather(1, where), context)
+        return torch.zeros(after.shape, device=after.device).scatter(1, where, confidence) >= self.threshold
+
+
+def revoke_doubted_tokens(
+    state: BlockState, step: BackboneStep, confidence: torch.Tensor, threshold: float
+) -> torch.Tensor:
+    """Return the block after a step with doubted tokens of earlier steps masked again, [R, B].
+
+    This is the narrow-out half of wide-in / narrow-out decoding (arXiv 2507.18578). The least confident tokens are
+    taken back first, and always fewer than the step reveals, so a block ends after at most block_size rounds whatever
+    the thresholds are.
+
+    Args:
+        state: the rows, before the step is written.
+        step: the backbone's step.
+        confidence: confidence of each token of the block if it alone were masked, [R, B].
+        threshold: confidence below which a token is doubted.
+    """
+    doubted = state.revocable & (confidence < threshold)
+    fewer = confidence_rank(-confidence, doubted) < step.revealed.sum(-1, keepdim=True) - 1
+    return torch.where(doubted & fewer, state.mask_token_id, step.after)

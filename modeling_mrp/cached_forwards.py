@@ -1,0 +1,198 @@
+"""Forwards of the backbone and of the head during decoding, on the cache of clean blocks.
+
+One forward of the backbone reads, for every row, its pending clean blocks and the candidate states of its current
+block. Row 0 below opens its current block: it has two pending blocks and one candidate, all masked. Row 1 is in the
+middle of a block and verifies three candidates. Each cell is a block of B tokens; dead cells are padding:
+
+                 group 0     group 1     group 2
+        row 0  [ clean 0   | clean 1   | candidate 0 ]
+        row 1  [ cand. 0   | cand. 1   | candidate 2 ]
+        row 2  [ cand. 0   | (dead)    | (dead)      ]
+
+What row 0 sees, after c cached blocks (rows are queries, columns keys, x: visible). Its clean blocks are block causal,
+and the candidate sees all of them because they are earlier blocks of the clean stream:
+
+                       cache 0..c-1   clean 0   clean 1   candidate 0
+        clean 0              x           x         .           .
+        clean 1              x           x         x           .
+        candidate 0          x           x         x           x
+
+What row 1 sees. Candidates of one block are streams of their own, so none of them sees another:
+
+                       cache 0..c-1   cand. 0   cand. 1   candidate 2
+        candidate 0          x           x         .           .
+        candidate 1          x           .         x           .
+        candidate 2          x           .         .           x
+
+After the forward the clean blocks are committed to the cache. They stand first in the forward's scratch slots, so
+committing them only raises the row's length, and no forward is spent on storing them.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .block_cache import BlockCache
+from .block_state import BlockState
+from .masks import CLEAN, PADDING, AttentionMask, TokenLayout
+from .options import DecodingOptions
+
+BACKBONE, HEAD, PREFILL = 0, 1, 2  # columns of BlockState.forwards
+
+
+class Candidates(NamedTuple):
+    """States of the current block that one forward of the backbone reads.
+
+    Attributes:
+        blocks: tokens of the states, [R, C, B].
+        live: which of them are real, [R, C]; the others are padding.
+        stream: number of each state's stream in the attention rule (see masks.py), [C].
+        most_beside_clean: the most live states of a row that has pending clean blocks.
+    """
+
+    blocks: torch.Tensor
+    live: torch.Tensor
+    stream: torch.Tensor
+    most_beside_clean: int = 1
+
+
+class Placement(NamedTuple):
+    """What a forward needs to know of its tokens beside their ids; their slots in the cache have been assigned.
+
+    Attributes:
+        positions: positions of the tokens, [R, Q].
+        mask: attention mask, in the form that the attention implementation expects.
+    """
+
+    positions: torch.Tensor
+    mask: AttentionMask
+
+
+class CachedForwards:
+    """Runs backbone and head on states of the rows' current blocks, and counts the forwards.
+
+    Args:
+        model: an `MRPForDiffusionLM`.
+        cache: keys and values of the clean blocks.
+        options: decoding options of this call.
+    """
+
+    def __init__(self, model: torch.nn.Module, cache: BlockCache, options: DecodingOptions) -> None:
+        self.model = model
+        self.cache = cache
+        self.head_reads_clean_blocks = options.uses_head
+        self.has_shadows = options.revokes
+
+    def backbone(self, state: BlockState, candidates: Candidates) -> torch.Tensor:
+        """Run the backbone on pending clean blocks and candidates, and commit the clean blocks.
+
+        A state and its shadow count as one forward, over twice the block's positions.
+
+        Returns:
+            Hidden states of the candidates, [R, C, B, H].
+        """
+        blocks, live = candidates.blocks, candidates.live
+        positions = state.positions[:, None].expand_as(blocks)
+        stream = candidates.stream[:, None].expand_as(blocks)
+        real = live[..., None].expand_as(blocks)
+        if not state.max_pending:
+            state.forwards[:, BACKBONE] += state.running
+            return self._backbone(blocks, positions, stream, real)
+
+        # group g of a row is clean block g if g < pending, and candidate g - pending after that. A row without pending
+        # blocks needs C groups, and one with pending blocks has at most most_beside_clean live candidates after them
+        pending, count = (state.pending * state.running)[:, None], live.shape[1]
+        groups = max(state.max_pending + candidates.most_beside_clean, count)  # G
+        group = torch.arange(groups, device=pending.device)[None]
+        number = (group - pending).clamp(0, count - 1)  # [R, G]
+        is_candidate = (group >= pending) & (group - pending < count)
+        fields = (
+            field.gather(1, number[..., None].expand(-1, -1, state.block_size))
+            for field in (blocks, positions, stream, real)
+        )
+        ids, positions, stream, real = fields
+        real = real & is_candidate[..., None]
+        clean_ids, clean_positions, clean_real = state.clean_blocks(state.max_pending)
+        fill = groups - state.max_pending
+        ids, positions, stream, real = (
+            torch.where(_extend(clean_real, fill), _extend(clean, fill), other)
+            for clean, other in (
+                (clean_ids, ids),
+                (clean_positions, positions),
+                (torch.full_like(clean_ids, CLEAN), stream),
+                (clean_real, real),
+            )
+        )
+        hidden = self._backbone(ids, positions, stream, real)  # [R, G, B, H]
+
+        state.forwards[:, BACKBONE] += state.running
+        state.forwards[:, PREFILL] += state.running & (state.forwards[:, BACKBONE] == 1) & (state.pending > 0)
+        self._commit(state, clean_ids, clean_positions, clean_real, hidden[:, : state.max_pending])
+        at = (pending + torch.arange(count, device=pending.device)).clamp(max=groups - 1)
+        return hidden.gather(1, at[..., None, None].expand(-1, -1, *hidden.shape[2:]))
+
+    def _backbone(self, ids, positions, stream, real) -> torch.Tensor:
+        """Run the backbone on groups of tokens; all arguments are [R, G, B], the result is [R, G, B, H]."""
+        placement = self._place(positions, stream, real)
+        hidden = self.model.backbone_hidden_states(ids.flatten(1), *placement, self.cache)
+        return hidden.unflatten(1, ids.shape[1:])
+
+    def _commit(self, state, ids, positions, real, hidden):
+        """Commit the clean blocks [R, max_pending, B], after the head has written its own keys and values for them.
+
+        The head reads a clean block with the backbone's hidden states on it, so it has to wait for this forward.
+        """
+        if self.head_reads_clean_blocks:
+            placement = self._place(positions, torch.full_like(ids, CLEAN), real)
+            self.model.corrected_hidden_states(ids.flatten(1), hidden.flatten(1, 2), *placement, self.cache)
+            state.forwards[:, HEAD] += real.any(-1).any(-1)
+        committed = state.pending * state.running
+        self.cache.commit(committed * self.cache.block_size, state.next_longest)
+        state.pending = state.pending - committed
+
+    def head(
+        self,
+        state: BlockState,
+        blocks: torch.Tensor,
+        hidden: torch.Tensor,
+        live: torch.Tensor,
+        placement: Placement | None = None,
+    ) -> torch.Tensor:
+        """Run one head step on states of the current block that do not see one another.
+
+        Args:
+            state: the rows.
+            blocks: tokens of the states, after the reveal, [R, G, B].
+            hidden: hidden states before the reveal, [R, G, B, H].
+            live: which states are real, [R, G].
+            placement: `place_states` of as many states, for the second and later of several head steps in a row.
+
+        Returns:
+            Corrected hidden states, [R, G, B, H].
+        """
+        placement = self.place_states(state, live) if placement is None else placement
+        corrected = self.model.corrected_hidden_states(blocks.flatten(1), hidden.flatten(1, 2), *placement, self.cache)
+        state.forwards[:, HEAD] += live.any(1)
+        return corrected.unflatten(1, blocks.shape[1:])
+
+    def place_states(self, state: BlockState, live: torch.Tensor) -> Placement:
+        """Place states of the current block that do not see one another; `live` [R, G] marks those that are real."""
+        positions = state.positions[:, None].expand(-1, live.shape[1], -1)
+        stream = torch.arange(1, live.shape[1] + 1, device=live.device)[None, :, None].expand_as(positions)
+        return self._place(positions, stream, live[..., None].expand_as(positions))
+
+    def _place(self, positions, stream, real) -> Placement:
+        """Assign cache slots to groups of tokens [R, G, B] and build their mask; the clean stream is their context."""
+        layout = TokenLayout(
+            segment=torch.where(real, 0, PADDING),
+            block=positions // self.cache.block_size,
+            stream=stream,
+            context=torch.full_like(stream, CLEAN),
+            position=positions if self.has_shadows else None,
+        ).map(lambda field: field.flatten(1))
+        return Placement(positions.flatten(1), self.model.attention_mask(layout, self.cache.assign_slots(layout)))
+
+
+def _extend(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    """Append `groups` empty groups to [R, G, B]."""
+    return torch.nn.functional.pad(tensor, (0, 0, 0, groups))
