@@ -20,9 +20,10 @@ from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from mrp_trainer import MRPTrainer, MRPTrainingArguments
 from mrp_trainer.checkpoints.cards import render_card
 from mrp_trainer.evaluation.acceptance import acceptance_range
-from mrp_trainer.commands.demo import Row, run_demo
 from mrp_trainer.checkpoints.head_files import load_head, save_head
 from mrp_trainer.evaluation.modes import mode_options
+from mrp_trainer.evaluation.summary import ModeFigures
+from mrp_trainer.evaluation.task_evaluation import evaluate_task
 from mrp_trainer.checkpoints.resume import last_checkpoint
 from mrp_trainer.evaluation.trajectories import packed, trajectories
 from mrp_trainer.checkpoints.weight_files import backbone_hash
@@ -180,19 +181,19 @@ def choose_residual_threshold(model: MRPForDiffusionLM, task) -> float:
     """
     static, options = (mode_options(name, model.config.block_size) for name in ("static", "remask-residual"))
     modes = {"static": static} | {str(delta): options | {"remask_threshold": delta} for delta in RESIDUAL_THRESHOLDS}
-    _, *rows = run_demo(model, task, task.held_out("validation", VALIDATION_SAMPLES), modes)
+    _, *rows = evaluate_task(model, task, task.held_out("validation", VALIDATION_SAMPLES), modes)
     for row in rows:
-        print(f"  |C| <= {row.name}: {_merit(row):.3f}, {row.tokens_per_forward:.2f} tokens per forward")
+        print(f"  |C| <= {row.mode}: {_merit(row):.3f}, {row.tokens_per_forward:.2f} tokens per forward")
     fast_enough = [row for row in rows if row.tokens_per_forward >= TOKENS_PER_FORWARD_WANTED]
     best = max(fast_enough, key=_merit, default=max(rows, key=lambda row: row.tokens_per_forward))
-    return float(best.name)
+    return float(best.mode)
 
 
-def _merit(row: Row) -> float:
+def _merit(row: ModeFigures) -> float:
     return row.identical if row.accuracy is None else row.accuracy
 
 
-def figures_text(task, rows: list[Row], seconds: dict[str, float], quality: str = "") -> str:
+def figures_text(task, rows: list[ModeFigures], seconds: dict[str, float], quality: str = "") -> str:
     """The measured part of the card."""
     steps = ", ".join(f"{name} {spent:.0f} s" for name, spent in seconds.items())
     command = "python -m hub_cards.build.build_tiny" + ("" if task.name == "words" else f" {task.name}")
@@ -212,14 +213,14 @@ def figures_text(task, rows: list[Row], seconds: dict[str, float], quality: str 
     )
 
 
-def markdown_table(rows: list[Row]) -> list[str]:
+def markdown_table(rows: list[ModeFigures]) -> list[str]:
     """The demo's table in Markdown; without the accuracies where there are none."""
     scored = rows[0].accuracy is not None
     names = ["mode", *(["accuracy"] if scored else []), "tokens per forward", "forwards", "time ratio"]
     lines = ["| " + " | ".join([*names, "same answer as static"]) + " |", "|---" * (len(names) + 1) + "|"]
     for row in rows:
-        cells = [row.name, *([f"{row.accuracy:.3f}"] if scored else []), f"{row.tokens_per_forward:.2f}"]
-        cells += [f"{row.backbone_forwards}", f"{row.wall_clock_ratio:.2f}", f"{row.identical:.1%}"]
+        cells = [row.mode, *([f"{row.accuracy:.3f}"] if scored else []), f"{row.tokens_per_forward:.2f}"]
+        cells += [f"{row.forwards}", f"{row.time_ratio:.2f}", f"{row.identical:.1%}"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -271,7 +272,7 @@ def finish(model: MRPForDiffusionLM, task, steps: Steps, scratch: Path, destinat
     model.config.calibrated_remask_threshold = steps.run("threshold", choose_residual_threshold, model, task)
     model.config.trained_acceptance = steps.run("acceptance", measure_acceptance, model, task)
     samples = task.held_out("test", TEST_SAMPLES)
-    rows = steps.run("evaluation", run_demo, model, task, samples)
+    rows = steps.run("evaluation", evaluate_task, model, task, samples)
     quality = task.quality(model, samples)
     write_checkpoint(model, task, destination)
     figures = figures_text(task, rows, steps.seconds, quality)

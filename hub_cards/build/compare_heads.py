@@ -18,9 +18,9 @@ import torch
 from datasets import Dataset
 
 from modeling_mrp import MRPForDiffusionLM
-from mrp_trainer.commands.demo import run_demo
 from mrp_trainer.checkpoints.head_files import load_head
 from mrp_trainer.evaluation.modes import mode_options, needs_head
+from mrp_trainer.evaluation.task_evaluation import evaluate_task
 
 from .build_tiny import build_backbone, head_arguments, sample_rows, train_or_load, visited_rows, with_fresh_head
 from ..tasks.tasks import TASKS
@@ -102,8 +102,8 @@ def forwards_saved(model, task, samples, **options) -> dict[str, float]:
     """Static's forwards over those of every mode of `MODES`."""
     modes = {name: mode_options(name, model.config.block_size) for name in MODES}
     modes = {name: mode | (options if needs_head(mode) else {}) for name, mode in modes.items()}
-    rows = run_demo(model, task, samples, modes)
-    return {row.name: rows[0].backbone_forwards / row.backbone_forwards for row in rows[1:]}
+    rows = evaluate_task(model, task, samples, modes)
+    return {row.mode: rows[0].forwards / row.forwards for row in rows[1:]}
 
 
 def compare(task, scratch: Path, names: list[str]) -> dict[str, dict[str, float]]:
