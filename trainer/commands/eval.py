@@ -217,7 +217,7 @@ def _report(arguments, model, tokenizer, rows, records, settings, folder: Path):
     if arguments.plots:
         from ..evaluation.plots import write_plots
 
-        write_plots(summary, folder)
+        write_plots(summary, folder, f"{Path(arguments.model).name} on {Path(arguments.data).stem}")
     print(json.dumps(summary) if arguments.json else text)
     if not arguments.json:
         print(f"\n{len(rows)} prompts, written to {folder}")
