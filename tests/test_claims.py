@@ -46,7 +46,7 @@ def settings(**changes):
 # -- measured on a model
 
 
-def test_spec_of_an_exact_engine_is_lossless_and_every_claim_has_a_row(setup, tmp_path):
+def test_spec_is_lossless_and_every_claim_has_a_row(setup, tmp_path):
     seen = []
     rows = check_claims(*setup, ROWS, odd, settings(), tmp_path, on_row=seen.append)
     assert [row.name for row in rows] == list(CLAIMS)
@@ -60,7 +60,7 @@ def test_spec_of_an_exact_engine_is_lossless_and_every_claim_has_a_row(setup, tm
     assert by_name["remask"].figures["static"] == pytest.approx(statistics.mean(len(r["text"]) % 2 for r in static))
 
 
-def test_a_head_that_answers_zero_removes_no_kl(setup, tmp_path):
+def test_a_head_whose_output_is_zero_removes_no_kl(setup, tmp_path):
     model, tokenizer = setup
     torch.nn.init.zeros_(model.mrp_head.norm.weight)
     (row,) = check_claims(model, tokenizer, ROWS, odd, settings(), tmp_path, ["residual"])
@@ -86,7 +86,7 @@ def test_without_a_head_only_what_needs_none_is_measured(tiny_model, word_tokeni
     assert lossless.verdict == HOLDS
 
 
-def test_without_a_full_head_the_rows_say_what_to_give(setup, tmp_path):
+def test_without_a_full_head_the_rows_say_which_option_is_missing(setup, tmp_path):
     rows = check_claims(*setup, ROWS, odd, settings(), tmp_path, ["residual", "unverified"])
     assert [row.verdict for row in rows] == [NO_FULL_HEAD] * 2
     assert all("--full-head FOLDER" in row.verdict and row.figures["residual"] for row in rows)
@@ -109,7 +109,7 @@ def test_a_lead_is_the_mean_of_paired_differences_with_its_standard_error():
     records = [
         filler | {"mode": mode, "index": index, "score": score}
         for mode, column in scores.items()
-        for index, score in reversed(list(enumerate(column)))  # as a continued run may leave them
+        for index, score in reversed(list(enumerate(column)))  # the order that a resumed run may leave
     ]
     lead = Decoded(records, list(scores), scored=True).lead("static", "other")
     gaps = [1, 0, 0, 1]

@@ -3,9 +3,16 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
+
+if TYPE_CHECKING:  # importing them takes seconds
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from hub_cards.tasks.tasks import PythonFunctions, WordProblems
+    from modeling_mrp import MRPForDiffusionLM
 
 SHOWN = "spec-4"  # the mode of the answer that is shown as it is decoded, and of the closing sentence
 COLUMNS = ("mode", "accuracy", "tokens/forward", "forwards", "time ratio", "identical")
@@ -109,20 +116,20 @@ class DraftPrinter:
 
     ANSWER = "answer  "
 
-    def __init__(self, tokenizer, file: TextIO | None = None):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", file: TextIO | None = None):
         self.tokenizer = tokenizer
         self.file = sys.stdout if file is None else file
         self.overwrites = self.file.isatty()
         self.prompt_seen = False
         self.finished: list[int] = []
 
-    def put(self, value) -> None:
+    def put(self, value: "Tensor") -> None:
         """Keep finished tokens; the first call gets the prompt."""
         if self.prompt_seen:
             self.finished += value.flatten().tolist()
         self.prompt_seen = True
 
-    def put_draft(self, value) -> None:
+    def put_draft(self, value: "Tensor") -> None:
         """Print the finished tokens and the unfinished block after them."""
         self._show(self.finished + value.flatten().tolist(), "drafts  ")
 
@@ -141,7 +148,9 @@ class DraftPrinter:
         self.file.flush()
 
 
-def show_answer(model, task, prompt: str, options: dict) -> None:
+def show_answer(
+    model: "MRPForDiffusionLM", task: "WordProblems | PythonFunctions", prompt: str, options: dict
+) -> None:
     """Print a prompt and its answer as it is decoded.
 
     Args:
@@ -176,7 +185,7 @@ def show_answer(model, task, prompt: str, options: dict) -> None:
     print(f"        {int(stats.lengths)} tokens in {int(stats.backbone_forwards)} forwards of the backbone")
 
 
-def task_of(name: str):
+def task_of(name: str) -> "WordProblems | PythonFunctions":
     """Return the task of an embedded checkpoint, by the task's name or that of the checkpoint's folder.
 
     Raises:

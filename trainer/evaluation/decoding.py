@@ -13,6 +13,7 @@ import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from modeling_mrp import MRPForDiffusionLM
+from modeling_mrp.generation_mrp import MRPGenerateOutput
 from modeling_mrp.options import OPTION_NAMES
 
 # Modes name their own options: whatever the checkpoint's generation config says about the others is set aside.
@@ -295,7 +296,7 @@ def decode_batch(
     ]
 
 
-def _answers(output, prompt_columns: int, seconds: float) -> list[Answer]:
+def _answers(output: MRPGenerateOutput, prompt_columns: int, seconds: float) -> list[Answer]:
     """The answers of a batch whose prompts take up `prompt_columns` columns."""
     stats = output.stats
     rows = zip(

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp import MRPForDiffusionLM
+from modeling_mrp.generation_mrp import MRPGenerateOutput
 from modeling_mrp.options import OPTION_NAMES, DecodingOptions
 from modeling_mrp.sampling import Sampler, row_keys
 from modeling_mrp.step_rules import StepRule
@@ -58,7 +59,7 @@ def first_difference(
     inputs: Mapping[str, Tensor],
     expected: Tensor,
     found: Tensor,
-    output,
+    output: MRPGenerateOutput,
     options: Mapping,
     seed: int,
 ) -> Difference | None:
@@ -69,7 +70,7 @@ def first_difference(
         tokenizer: its tokenizer.
         inputs: `input_ids` and `attention_mask` [R, P].
         expected, found: new tokens [R, N], padded.
-        output: the `MRPGenerateOutput` that `found` is from.
+        output: the output of `generate` that `found` is from.
         options: options of `generate` that both were decoded with.
         seed: seed that both were decoded with.
     """
