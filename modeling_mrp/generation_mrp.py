@@ -73,6 +73,11 @@ class GenerationStats:
     drafts_proposed: torch.Tensor
     drafts_accepted: torch.Tensor
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[R], new tokens of each row, up to and including the end of text."""
+        return self.tokens_by_backbone + self.tokens_by_head
+
 
 @dataclass
 class MRPGenerateOutput(GenerateDecoderOnlyOutput):

@@ -1,4 +1,4 @@
-"""How many drafts a verification accepts: measured after training, kept with the head, checked by `mrp verify`."""
+"""How many drafts a verification accepts: measured after training, stored with the head, checked by `mrp verify`."""
 
 import json
 
@@ -48,8 +48,8 @@ def test_without_drafts_there_is_no_range(model):
 
 
 @pytest.mark.parametrize("attention", ["flex_attention", "eager"])
-def test_decoding_leaves_flex_attention_to_training(model, monkeypatch, attention):
-    """It would compile for every length; and training goes on with what it had, whatever happens."""
+def test_decoding_replaces_flex_attention_by_sdpa(model, monkeypatch, attention):
+    """It would compile for every length. Training gets its own attention back, even after an error."""
     expected = decode_figures(model, PROMPTS, 4, 24), acceptance_range(model, PROMPTS, 4, 24)
     model.set_attn_implementation(attention)
     seen = set()
@@ -63,7 +63,7 @@ def test_decoding_leaves_flex_attention_to_training(model, monkeypatch, attentio
         assert model.config._attn_implementation == attention
 
 
-def test_the_record_goes_where_the_head_goes(model, tmp_path):
+def test_the_record_is_stored_and_converted_with_the_head(model, tmp_path):
     model.config.trained_acceptance = RECORD
     model.save_pretrained(tmp_path / "whole")
     save_head(model, tmp_path / "head")
@@ -84,7 +84,7 @@ def test_a_head_without_a_record_clears_that_of_the_one_it_replaces(model, tmp_p
     assert load_head(model, tmp_path).config.trained_acceptance is None
 
 
-def test_a_record_that_is_none_is_refused():
+def test_an_incomplete_record_is_refused():
     with pytest.raises(ValueError, match="trained_acceptance must hold mrp_steps, low and high, got"):
         MRPConfig(trained_acceptance={"low": 0.1})
 

@@ -1,3 +1,5 @@
+"""`mrp bench decode`: the baselines from outside, the figures of its rows, and its clocks."""
+
 import json
 
 import pytest
@@ -100,7 +102,7 @@ def test_rows_are_consistent(tiny_model):
             assert rows[lossless, size].identical == 1
         assert rows["autoregressive", size].identical is None
         assert rows["plain-sdar", size].backbone_forwards > static.backbone_forwards
-        # three positions are masked behind the opening step: two drafts leave one
+        # three positions are masked after the opening step: two drafts leave one
         assert len(rows["spec-4", size].accepted) == 2
 
 
@@ -135,7 +137,7 @@ def test_autoregressive_decodes_as_many_tokens_as_static_and_one_forward_for_eac
     assert (four.new_tokens, four.backbone_forwards, four.tokens_per_forward) == (48, 12, 1)
 
 
-def test_a_model_without_head_runs_what_needs_none(tiny_model):
+def test_a_model_without_a_head_runs_the_modes_that_need_none(tiny_model):
     model = tiny_model(num_mrp_layers=0)
     ran = [row.mode for row in bench.bench_decode(model, PROMPTS[:1], batch_sizes=[1], max_new_tokens=2, repeats=1)]
     assert ran == ["static", "plain-sdar", "autoregressive", "dynamic-0.9", "plain-sdar-dynamic-0.9", "spec-4-self"]
@@ -143,10 +145,8 @@ def test_a_model_without_head_runs_what_needs_none(tiny_model):
         bench.bench_decode(model, PROMPTS, ["spec-4"])
 
 
-def test_an_unknown_mode_is_named_with_those_there_are(tiny_model):
-    with pytest.raises(
-        ValueError, match="modes: there is no mode 'spec-four'.* plain-sdar-dynamic-0.9, autoregressive"
-    ):
+def test_an_unknown_mode_is_an_error_that_lists_the_modes(tiny_model):
+    with pytest.raises(ValueError, match="modes: unknown mode 'spec-four'.* plain-sdar-dynamic-0.9, autoregressive"):
         bench.bench_decode(tiny_model(), PROMPTS, ["spec-four"])
 
 
@@ -168,7 +168,7 @@ def test_command_prints_json(tiny_model, word_tokenizer, tmp_path, capsys):
     assert "blocks of 4, float32" in result["model"]
 
 
-def test_interleaved_runs_go_round():
+def test_interleaved_runs_take_turns():
     order = []
     steps = {name: lambda name=name: order.append(name) for name in "ab"}
     seconds = interleaved(steps, repeats=2, device=CPU)
@@ -176,7 +176,7 @@ def test_interleaved_runs_go_round():
     assert [len(runs) for runs in seconds.values()] == [2, 2]
 
 
-def test_median_ratio_is_of_pairs():
+def test_the_median_ratio_is_the_median_of_paired_ratios():
     assert median_ratio([2, 30, 8], [1, 10, 2]) == 3  # 2, 3, 4, and not 8 / 2
 
 

@@ -1,4 +1,4 @@
-"""`mrp claims`: trajectories and their KL, the verdicts' rules, what is said where something is missing."""
+"""`mrp claims`: what is measured, the rules of the verdicts, and what is said where something is missing."""
 
 import json
 import re
@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from mrp_trainer.checkpoints.head_files import save_head
 from mrp_trainer.commands.claims import _data, _parser
@@ -20,11 +21,11 @@ from mrp_trainer.evaluation.claim_rules import (
     NOT_MEASURED,
     Scale,
 )
-from mrp_trainer.evaluation.claims import Decoded, check_claims, judge, kl_by_distance, modes_of, replay
-from mrp_trainer.evaluation.head_probe import kl_by_depth
-from mrp_trainer.evaluation.runs import Settings, decode_batch
+from mrp_trainer.evaluation.claims import Decoded, check_claims, judge_claim, modes_of
+from mrp_trainer.evaluation.decoding import decode_batch, prompt_ids
+from mrp_trainer.evaluation.kl_between_states import kl_by_depth
+from mrp_trainer.evaluation.runs import Settings
 
-PROMPTS = [[5, 9, 12], [7, 30, 8, 41, 6, 22, 13]]
 ROWS = [{"prompt": f"what is {word} ?", "answer": word} for word in ("one", "two", "three")]
 LARGE = Scale(parameters=10**10, block_size=16, device="cuda", dtype="float32", batch_size=1)
 
@@ -42,75 +43,10 @@ def settings(**changes):
     return Settings(**{"modes": {"static": {}}, "scorer": "odd", "max_new_tokens": 12, "batch_size": 2} | changes)
 
 
-def static_samples(model, prompts=PROMPTS, **options):
-    decoded = decode_batch(model, prompts, {"mrp_mode": None} | options, max_new_tokens=21)
-    return [(prompt, result["token_ids"]) for prompt, result in zip(prompts, decoded, strict=True)]
-
-
-# -- trajectories
-
-
-@pytest.mark.parametrize("end", [None, "own"])
-def test_a_replay_goes_through_the_states_that_decoding_went_through(tiny_model, end):
-    """The engine with its cache says at which step of its block each token was revealed; so does the replay."""
-    model = tiny_model(block_size=8)
-    if end == "own":  # an end of text in the middle of a block
-        end = static_samples(model, eos_token_id=None)[0][1][9]
-    samples = static_samples(model, eos_token_id=end)
-    states, _, is_answer = replay(model, samples)
-    for row, (prompt, answer) in enumerate(samples):
-        ids = torch.tensor([prompt])
-        output = model.generate(ids, mrp_mode=None, eos_token_id=end, max_new_tokens=21, return_dict_in_generate=True)
-        whole = slice(len(prompt), len(prompt) + len(answer))
-        assert is_answer[row].nonzero()[:, 0].tolist() == list(range(whole.start, whole.stop))
-        hidden_for = (states[row, :, whole] == model.config.mask_token_id).sum(0)
-        assert (hidden_for - 1).tolist() == output.reveal_steps[0, whole].tolist()
-        shown = torch.where(hidden_for == 8, torch.tensor(answer), states[row, -1, whole])  # the last step is not kept
-        assert shown.tolist() == answer
-
-
-def test_logits_at_no_distance_do_not_differ_but_unrelated_ones_do(tiny_model):
-    model = tiny_model(block_size=8)
-    same, unrelated = kl_by_distance(model, static_samples(model, eos_token_id=None), distances=[0])
-    assert same == pytest.approx([0], abs=1e-6)
-    assert unrelated[0] > 0.1
-
-
-def test_kl_by_distance_equals_that_of_states_read_one_by_one(tiny_model):
-    """Plain block-causal forwards of whole rows, cut off behind the block, and PyTorch's own KL."""
-    model = tiny_model(block_size=4)
-    samples = [*static_samples(model, eos_token_id=None), ([5, 6], [])]
-    expected = {1: [], 2: [], 3: []}
-    for prompt, answer in samples[:2]:
-        steps = model.generate(
-            torch.tensor([prompt]), mrp_mode=None, eos_token_id=None, max_new_tokens=21, return_dict_in_generate=True
-        ).reveal_steps[0]
-        text = torch.tensor(prompt + answer)
-        for start in range(len(prompt) // 4 * 4, len(text), 4):
-            block = slice(start, start + 4)
-            if len(text[block]) < 4:  # what stands behind the limit is not in the output
-                continue
-            read, masked = [], []
-            for step in range(4):
-                hides = steps[block] >= step
-                row = torch.cat([text[:start], text[block].masked_fill(hides, 3)])
-                read.append(model(row[None]).logits[0, block].log_softmax(-1))
-                masked.append(hides)
-            for distance, found in expected.items():
-                for later in range(distance, 4):
-                    divergence = torch.nn.functional.kl_div(
-                        read[later - distance], read[later], log_target=True, reduction="none"
-                    ).sum(-1)
-                    found += divergence[masked[later]].tolist()
-    whole_blocks = [(prompt, answer[: len(answer) - len(prompt + answer) % 4]) for prompt, answer in samples[:2]]
-    kl, _ = kl_by_distance(model, [*whole_blocks, samples[2]])
-    assert kl == pytest.approx([statistics.mean(expected[d]) for d in (1, 2, 3)], rel=1e-4)
-
-
 # -- measured on a model
 
 
-def test_spec_of_an_exact_engine_is_lossless_and_every_claim_has_a_row(setup, tmp_path):
+def test_spec_is_lossless_and_every_claim_has_a_row(setup, tmp_path):
     seen = []
     rows = check_claims(*setup, ROWS, odd, settings(), tmp_path, on_row=seen.append)
     assert [row.name for row in rows] == list(CLAIMS)
@@ -124,7 +60,7 @@ def test_spec_of_an_exact_engine_is_lossless_and_every_claim_has_a_row(setup, tm
     assert by_name["remask"].figures["static"] == pytest.approx(statistics.mean(len(r["text"]) % 2 for r in static))
 
 
-def test_a_head_that_answers_zero_removes_no_kl(setup, tmp_path):
+def test_a_head_whose_output_is_zero_removes_no_kl(setup, tmp_path):
     model, tokenizer = setup
     torch.nn.init.zeros_(model.mrp_head.norm.weight)
     (row,) = check_claims(model, tokenizer, ROWS, odd, settings(), tmp_path, ["residual"])
@@ -150,7 +86,7 @@ def test_without_a_head_only_what_needs_none_is_measured(tiny_model, word_tokeni
     assert lossless.verdict == HOLDS
 
 
-def test_without_a_full_head_the_rows_say_what_to_give(setup, tmp_path):
+def test_without_a_full_head_the_rows_say_which_option_is_missing(setup, tmp_path):
     rows = check_claims(*setup, ROWS, odd, settings(), tmp_path, ["residual", "unverified"])
     assert [row.verdict for row in rows] == [NO_FULL_HEAD] * 2
     assert all("--full-head FOLDER" in row.verdict and row.figures["residual"] for row in rows)
@@ -173,7 +109,7 @@ def test_a_lead_is_the_mean_of_paired_differences_with_its_standard_error():
     records = [
         filler | {"mode": mode, "index": index, "score": score}
         for mode, column in scores.items()
-        for index, score in reversed(list(enumerate(column)))  # as a continued run may leave them
+        for index, score in reversed(list(enumerate(column)))  # the order that a resumed run may leave
     ]
     lead = Decoded(records, list(scores), scored=True).lead("static", "other")
     gaps = [1, 0, 0, 1]
@@ -255,7 +191,7 @@ def remask(dynamic=0.4, **leads):
     ],
 )
 def test_verdicts_follow_from_the_figures_by_the_rule(name, figures, verdict, reason):
-    row = judge(name, figures, LARGE)
+    row = judge_claim(name, figures, LARGE)
     assert row.verdict.startswith(verdict)
     assert (row.reason == "") == (reason == "")
     assert re.search(reason, row.reason)
@@ -265,16 +201,16 @@ def test_verdicts_follow_from_the_figures_by_the_rule(name, figures, verdict, re
 def test_rounding_excuses_differences_below_float32_only():
     figures = {"modes": ["spec-2"], "prompts": 0.9, "tokens": 0.95}
     half = Scale(10**10, 16, "cuda", "bfloat16", 1)
-    assert judge("lossless", figures, half).verdict == IN_PART
-    assert judge("lossless", figures | {"tokens": 0.94}, half).verdict == FAILS
-    assert judge("lossless", figures, LARGE).verdict == FAILS
+    assert judge_claim("lossless", figures, half).verdict == IN_PART
+    assert judge_claim("lossless", figures | {"tokens": 0.94}, half).verdict == FAILS
+    assert judge_claim("lossless", figures, LARGE).verdict == FAILS
 
 
 def test_a_small_backbone_is_named_where_a_claim_does_not_simply_hold():
     small = Scale(1_800_000, 8, "cpu", "float32", 1)
-    assert "1.8 million parameters, blocks of 8" in judge("similarity", similarity([5.0, 6.0]), small).reason
-    assert judge("similarity", similarity([1.0, 2.0]), small).reason == ""
-    assert "million" not in judge("similarity", similarity([5.0, 6.0]), LARGE).reason
+    assert "1.8 million parameters, blocks of 8" in judge_claim("similarity", similarity([5.0, 6.0]), small).reason
+    assert judge_claim("similarity", similarity([1.0, 2.0]), small).reason == ""
+    assert "million" not in judge_claim("similarity", similarity([5.0, 6.0]), LARGE).reason
 
 
 # -- the command
@@ -324,13 +260,9 @@ def test_a_full_head_is_measured_on_the_same_states(folder, capsys, tiny_model):
     (row,) = json.loads(run(capsys, *COMMAND, "--full-head", "full", "--only", "residual", "--json"))["rows"]
     figures = row["figures"]
     full = tiny_model(vocab_size=20, block_size=8, mrp_residual=False)
-    from transformers import AutoTokenizer
-
-    from mrp_trainer.evaluation.runs import prompt_ids
-
     tokenizer = AutoTokenizer.from_pretrained("model", trust_remote_code=False, config=full.config)
     prompts = [prompt_ids(tokenizer, one) for one in ROWS]
-    answers = [decode_batch(full, [prompt], {"mrp_mode": None}, 8)[0]["token_ids"] for prompt in prompts]
+    answers = [decode_batch(full, [prompt], {"mrp_mode": None}, 8)[0].token_ids for prompt in prompts]
     expected = kl_by_depth(full, list(zip(prompts, answers, strict=True)), 4)
     assert figures["before"] == pytest.approx(expected["before"])
     assert figures["full"] == pytest.approx(expected["after"])

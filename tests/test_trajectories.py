@@ -17,7 +17,7 @@ def model(tiny_model):
     return tiny_model(block_size=4)
 
 
-def test_rows_hold_the_models_own_answer_and_when_each_token_came(model):
+def test_rows_hold_the_models_own_answer_and_the_step_of_each_token(model):
     rows = list(trajectories(model, PROMPTS, max_new_tokens=9, batch_size=2, eos_token_id=None))
     for number, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
         out = model.generate(
@@ -29,7 +29,7 @@ def test_rows_hold_the_models_own_answer_and_when_each_token_came(model):
         assert row["reveal_steps"] == out.reveal_steps[0].tolist()
 
 
-def test_behind_the_end_of_text_the_block_goes_on_with_it(model):
+def test_the_block_is_filled_with_the_end_of_text_after_it(model):
     plain = next(trajectories(model, PROMPTS[:1], max_new_tokens=12, eos_token_id=None))
     eos = plain["input_ids"][5]
     model.generation_config.eos_token_id = eos

@@ -5,7 +5,8 @@ from typing import Any
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from .evaluation.head_metrics import by_depth, significant
+from .evaluation.formatting import significant
+from .evaluation.head_metrics import by_depth
 
 LABELS = {"loss": "loss", "eval_loss": "held-out loss", "learning_rate": "lr", "grad_norm": "grad"}
 

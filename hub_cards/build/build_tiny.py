@@ -25,9 +25,10 @@ from mrp_trainer.checkpoints.cards import render_card
 from mrp_trainer.checkpoints.head_files import load_head, save_head
 from mrp_trainer.checkpoints.resume import last_checkpoint
 from mrp_trainer.checkpoints.weight_files import backbone_hash
-from mrp_trainer.commands.demo import Row, run_demo
 from mrp_trainer.evaluation.acceptance import acceptance_range
 from mrp_trainer.evaluation.modes import mode_options
+from mrp_trainer.evaluation.summary import ModeFigures
+from mrp_trainer.evaluation.task_evaluation import evaluate_task
 from mrp_trainer.evaluation.trajectories import packed, trajectories
 
 from ..tasks.tasks import Sample, Task
@@ -211,15 +212,15 @@ def choose_residual_threshold(model: MRPForDiffusionLM, task: Task) -> float:
     """
     static, options = (mode_options(name, model.config.block_size) for name in ("static", "remask-residual"))
     modes = {"static": static} | {str(delta): options | {"remask_threshold": delta} for delta in RESIDUAL_THRESHOLDS}
-    _, *rows = run_demo(model, task, task.held_out("validation", VALIDATION_SAMPLES), modes)
+    _, *rows = evaluate_task(model, task, task.held_out("validation", VALIDATION_SAMPLES), modes)
     for row in rows:
-        print(f"  |C| <= {row.name}: {_merit(row):.3f}, {row.tokens_per_forward:.2f} tokens per forward")
+        print(f"  |C| <= {row.mode}: {_merit(row):.3f}, {row.tokens_per_forward:.2f} tokens per forward")
     fast_enough = [row for row in rows if row.tokens_per_forward >= TOKENS_PER_FORWARD_WANTED]
     best = max(fast_enough, key=_merit, default=max(rows, key=lambda row: row.tokens_per_forward))
-    return float(best.name)
+    return float(best.mode)
 
 
-def _merit(row: Row) -> float:
+def _merit(row: ModeFigures) -> float:
     return row.identical if row.accuracy is None else row.accuracy
 
 
@@ -228,7 +229,7 @@ def build_command(recipe: Recipe) -> str:
     return "python -m hub_cards.build.build_tiny" + ("" if recipe.task.name == "words" else f" {recipe.task.name}")
 
 
-def figures_text(recipe: Recipe, samples: int, rows: list[Row], seconds: dict[str, float], quality: str = "") -> str:
+def figures_text(recipe: Recipe, samples: int, rows: list[ModeFigures], seconds: dict[str, float], quality: str = "") -> str:
     """The card's description of the task and its figures.
 
     The figures stand in a block that `hub_cards.build.results` can renew from result files.
@@ -259,19 +260,19 @@ def figures_text(recipe: Recipe, samples: int, rows: list[Row], seconds: dict[st
     )
 
 
-def forwards_saved(rows: Sequence[Row]) -> dict[str, float]:
+def forwards_saved(rows: Sequence[ModeFigures]) -> dict[str, float]:
     """Backbone forwards of the first mode over those of every other mode, by mode."""
-    return {row.name: rows[0].backbone_forwards / row.backbone_forwards for row in rows[1:]}
+    return {row.mode: rows[0].forwards / row.forwards for row in rows[1:]}
 
 
-def markdown_table(rows: list[Row]) -> list[str]:
+def markdown_table(rows: list[ModeFigures]) -> list[str]:
     """The rows as a Markdown table, without an accuracy column if the task has no accuracy."""
     scored = rows[0].accuracy is not None
     names = ["mode", *(["accuracy"] if scored else []), "tokens per forward", "forwards", "time ratio"]
     lines = ["| " + " | ".join([*names, "same answer as static"]) + " |", "|---" * (len(names) + 1) + "|"]
     for row in rows:
-        cells = [row.name, *([f"{row.accuracy:.3f}"] if scored else []), f"{row.tokens_per_forward:.2f}"]
-        cells += [f"{row.backbone_forwards}", f"{row.wall_clock_ratio:.2f}", f"{row.identical:.1%}"]
+        cells = [row.mode, *([f"{row.accuracy:.3f}"] if scored else []), f"{row.tokens_per_forward:.2f}"]
+        cells += [f"{row.forwards}", f"{row.time_ratio:.2f}", f"{row.identical:.1%}"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -343,7 +344,7 @@ def finish(model: MRPForDiffusionLM, recipe: Recipe, steps: Steps, scratch: Path
     model.config.calibrated_remask_threshold = steps.run("threshold", choose_residual_threshold, model, task)
     model.config.trained_acceptance = steps.run("acceptance", measure_acceptance, model, task)
     samples = task.held_out("test", TEST_SAMPLES)
-    rows = steps.run("evaluation", run_demo, model, task, samples)
+    rows = steps.run("evaluation", evaluate_task, model, task, samples)
     quality = recipe.quality(model, samples)
     write_checkpoint(model, recipe, destination)
     figures = figures_text(recipe, len(samples), rows, steps.seconds, quality)

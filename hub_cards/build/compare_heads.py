@@ -21,8 +21,8 @@ from datasets import Dataset
 
 from modeling_mrp import MRPForDiffusionLM
 from mrp_trainer.checkpoints.head_files import load_head
-from mrp_trainer.commands.demo import run_demo
 from mrp_trainer.evaluation.modes import mode_options, needs_head
+from mrp_trainer.evaluation.task_evaluation import evaluate_task
 
 from ..tasks.tasks import Sample, Task
 from .build_tiny import (
@@ -131,7 +131,7 @@ def measure(model: MRPForDiffusionLM, task: Task, samples: Sequence[Sample], **o
     """
     modes = {name: mode_options(name, model.config.block_size) for name in MODES}
     modes = {name: mode | (options if needs_head(mode) else {}) for name, mode in modes.items()}
-    rows = run_demo(model, task, samples, modes)
+    rows = evaluate_task(model, task, samples, modes)
     return forwards_saved(rows)
 
 

@@ -15,44 +15,55 @@ from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.sampling import Sampler
 from modeling_mrp.step_rules import StepRule
 
-from ..checkpoints.loading import encode, load
+from ..checkpoints.loading import load
 from ..commands.cli import command_parser
 from ..commands.prompts import built_in_prompts, read_prompts
+from ..evaluation.decoding import (
+    Answer,
+    Totals,
+    decode_batch,
+    encode,
+    end_of_text_ids,
+    left_padded,
+    pad_token_id,
+)
 from ..evaluation.modes import FORMS, mode_options, needs_head
 from .plain_sdar_loop import plain_sdar_loop
 from .timing import DTYPES, StageClock, check_at_least_one, interleaved, machine, median_ratio, timed
 
 STATIC, PLAIN, AUTOREGRESSIVE = "static", "plain-sdar", "autoregressive"
-REFERENCES = (STATIC, PLAIN, AUTOREGRESSIVE)  # the ratios are to these
+REFERENCES = (STATIC, PLAIN, AUTOREGRESSIVE)  # speeds are compared with these
 PLAIN_DYNAMIC = "plain-sdar-dynamic-0.9"
 PLAIN_RULES = {
     PLAIN: StepRule("low_confidence_static", tokens_per_step=1),
     PLAIN_DYNAMIC: StepRule("low_confidence_dynamic", confidence_threshold=0.9),
 }
-OUTSIDE = (*PLAIN_RULES, AUTOREGRESSIVE)  # baselines that are no mode of `generate`
+OUTSIDE = (*PLAIN_RULES, AUTOREGRESSIVE)  # baselines that are not modes of `generate`
 DEFAULT_MODES = (
     *(STATIC, PLAIN, AUTOREGRESSIVE, "dynamic-0.9", PLAIN_DYNAMIC, "spec-2", "spec-3", "spec-4", "spec-4-self"),
     *("spec-8-token", "direct-1", "direct-3", "remask-leave_one_out"),
 )
-STAGES = ("backbone", "head", "logits", "sampling")  # what is left of a run is bookkeeping
+STAGES = ("backbone", "head", "logits", "sampling")  # the rest of a run is bookkeeping
 
 
 @dataclass(frozen=True)
 class Row:
-    """One mode at one batch size.
+    """The figures of one mode at one batch size.
 
     Attributes:
+        mode: name of the mode.
+        batch_size: rows decoded together.
         new_tokens: decoded from all prompts together, end of text included, padding excluded.
-        seconds: median over the rounds, of all prompts together.
+        seconds: median over the rounds of the time for all prompts.
         tokens_per_second: new_tokens / seconds.
         speedups: by reference (`static`, `plain-sdar`, `autoregressive`), the median over the rounds of the mode's
             tokens per second over the reference's in the same round; only those that were run.
-        backbone_forwards, head_forwards: calls, each over a whole batch.
+        backbone_forwards, head_forwards: number of calls, each over a whole batch.
         tokens_per_forward: new tokens per call of the backbone and row in it.
-        identical: share of the answers that are token for token those of `static`; None for `autoregressive`.
-        accepted: of `spec`: share of the drafts 1, 2, ... steps behind the certain one that were accepted.
+        identical: share of the answers that equal those of `static` token for token; None for `autoregressive`.
+        accepted: share of the drafts 1, 2, ... steps after the certain one that were accepted; empty without drafts.
         split: share of the time in "backbone", "head", "logits" (`lm_head`), "sampling" (from logits to tokens) and
-            "bookkeeping" (all the rest), from one run of its own.
+            "bookkeeping" (all the rest), from a separate run.
     """
 
     mode: str
@@ -69,16 +80,9 @@ class Row:
     split: dict[str, float]
 
 
-@dataclass
-class Answers:
-    """New tokens of each row of a batch; of `spec`, drafts proposed and accepted per depth, [2, K]."""
-
-    tokens: list[list[int]]
-    drafts: torch.Tensor | None = None
-
-
-# prompts of one batch and how many tokens static decoding answers to each -> Answers
-Decode = Callable[[list[list[int]], list[int]], Answers]
+# prompts of one batch, and how many tokens static decoding answers to each -> their answers. The baselines give
+# token ids only: their forwards are counted from outside, see `_profile`.
+Decode = Callable[[list[list[int]], list[int]], list[Answer]]
 
 
 def bench_decode(
@@ -91,21 +95,21 @@ def bench_decode(
     ignore_eos: bool = False,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Decode the same prompts greedily in every mode and batch size.
+    """Decode the same prompts greedily in every mode at every batch size, and return a row for each.
 
     Args:
-        model: in eval mode on its device.
-        prompts: token ids of each.
+        model: the model, in eval mode on its device.
+        prompts: token ids of each prompt.
         modes: names as in `mode_decoder` (default: those of DEFAULT_MODES that the model can run); `static` is always
             run.
-        batch_sizes: rows decoded together; the last batch may be smaller.
-        max_new_tokens: at most so many per prompt.
-        repeats: timed rounds, in each of which every mode decodes all prompts.
-        ignore_eos: decode `max_new_tokens` of every prompt, whatever the model says.
-        on_row: called with every row as soon as it is measured.
+        batch_sizes: numbers of rows decoded together; the last batch may be smaller.
+        max_new_tokens: limit per prompt.
+        repeats: timed rounds; every mode decodes all prompts in each.
+        ignore_eos: decode `max_new_tokens` of every prompt, past any end of text.
+        on_row: called with each row as soon as it is measured.
 
     Raises:
-        ValueError: for an unknown mode, one that needs a head where there is none, or a number below 1.
+        ValueError: if a mode is unknown or needs a head that the model does not have, or a number is below 1.
     """
     check_at_least_one(prompts=len(prompts), batch_sizes=batch_sizes, max_new_tokens=max_new_tokens, repeats=repeats)
     decoders = {name: mode_decoder(name, model, max_new_tokens, ignore_eos) for name in _names(model, modes)}
@@ -113,7 +117,7 @@ def bench_decode(
     for batch_size in batch_sizes:
         lengths = [max_new_tokens] * len(prompts)
         reference = _decode_all(decoders[STATIC], prompts, lengths, batch_size)
-        lengths = [len(answer) for answer in reference.tokens]
+        lengths = [len(answer.token_ids) for answer in reference]
         runs = {name: partial(_decode_all, decode, prompts, lengths, batch_size) for name, decode in decoders.items()}
         seconds = interleaved(runs, repeats, model.device)
         profiles = {name: _profile(model, run) for name, run in runs.items()}
@@ -124,119 +128,94 @@ def bench_decode(
 
 
 def mode_decoder(name: str, model: MRPForDiffusionLM, max_new_tokens: int, ignore_eos: bool = False) -> Decode:
-    """How a mode decodes a batch.
+    """Return the function that decodes a batch in a mode.
 
     Args:
-        name: as in `modes.mode_options`, or one of the baselines from outside: `plain-sdar`,
+        name: a name of `modes.mode_options`, or one of the baselines from outside: `plain-sdar`,
             `plain-sdar-dynamic-0.9` and `autoregressive`.
+        model: the model.
+        max_new_tokens: limit per prompt.
+        ignore_eos: decode past any end of text.
 
     Raises:
-        ValueError: for another name, or a mode that needs a head where there is none.
+        ValueError: if the name is unknown, or the mode needs a head that the model does not have.
     """
-    eos, pad = _special_ids(model, ignore_eos)
+    ends = [] if ignore_eos else end_of_text_ids(model)
     if name == AUTOREGRESSIVE:
-        return partial(_autoregressive, autoregressive_twin(model), pad)
+        return partial(_autoregressive, autoregressive_twin(model), pad_token_id(model))
     if name in PLAIN_RULES:
-        return partial(_plain, model, max_new_tokens, PLAIN_RULES[name], eos)
+        return partial(_plain, model, max_new_tokens, PLAIN_RULES[name], ends)
     try:
         options = mode_options(name, model.config.block_size)
     except ValueError as error:
-        raise ValueError(f"modes: {error}; and {', '.join(OUTSIDE)}") from None
+        raise ValueError(f"modes: {error}; or {', '.join(OUTSIDE)}") from None
     if model.mrp_head is None and needs_head(options):
         raise ValueError(f"modes: {name!r} needs a head, and this checkpoint has none")
-    common = {"max_new_tokens": max_new_tokens, "eos_token_id": eos, "pad_token_id": pad}
-    return partial(_generate, model, common | options)
+    return partial(_generate, model, options | {"eos_token_id": ends or None}, max_new_tokens)
 
 
 def autoregressive_twin(model: MRPForDiffusionLM) -> Qwen3ForCausalLM:
-    """transformers' own Qwen3ForCausalLM around the very modules of the backbone: no copy of a weight."""
+    """Return transformers' own Qwen3ForCausalLM around the backbone's modules; no weight is copied."""
     with torch.device("meta"):
         twin = Qwen3ForCausalLM(model.model.config)
     twin.model, twin.lm_head = model.model, model.lm_head
-    twin.generation_config.eos_token_id = None  # what it says means nothing, so it is told how long to go on
+    twin.generation_config.eos_token_id = None  # its text means nothing, so it is told how long to continue
     return twin.eval()
 
 
 def _names(model: MRPForDiffusionLM, modes: Sequence[str] | None) -> list[str]:
     """The modes to run, references first; by default those of DEFAULT_MODES that the model can run."""
     if modes is None:
-        size, able = model.config.block_size, model.mrp_head is not None
-        modes = [name for name in DEFAULT_MODES if able or name in OUTSIDE or not needs_head(mode_options(name, size))]
+        size, has_head = model.config.block_size, model.mrp_head is not None
+        modes = [
+            name for name in DEFAULT_MODES if has_head or name in OUTSIDE or not needs_head(mode_options(name, size))
+        ]
     return list(dict.fromkeys([STATIC, *(name for name in REFERENCES if name in modes), *modes]))
-
-
-def _special_ids(model, ignore_eos: bool) -> tuple[list[int], int]:
-    """(ids that end a row, the pad id). To ignore ends of text, an id is named that no token has."""
-    eos = model.generation_config.eos_token_id
-    eos = model.config.eos_token_id if eos is None else eos
-    eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    pad = model.config.pad_token_id
-    pad = (eos or [0])[0] if pad is None else pad
-    return [model.config.vocab_size] if ignore_eos or not eos else eos, pad
 
 
 # --- one batch
 
 
-def _left_padded(model, prompts: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
-    width = max(map(len, prompts))
-    ids = [[pad] * (width - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {
-        "input_ids": torch.tensor(ids, device=model.device),
-        "attention_mask": torch.tensor(mask, device=model.device),
-    }
+def _generate(model, options: dict, max_new_tokens: int, prompts, lengths) -> list[Answer]:
+    return decode_batch(model, prompts, options, max_new_tokens)
 
 
-def _generate(model, options: dict, prompts, lengths) -> Answers:
-    inputs = _left_padded(model, prompts, options["pad_token_id"])
-    output = model.generate(**inputs, **options, do_sample=False, return_dict_in_generate=True)
-    stats = output.stats
-    counts = (stats.tokens_by_backbone + stats.tokens_by_head).tolist()
-    new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    drafts = torch.stack([stats.drafts_proposed.sum(0), stats.drafts_accepted.sum(0)]).cpu()
-    return Answers([row[:count] for row, count in zip(new, counts, strict=True)], drafts[:, 1:])
+def _plain(model, max_new_tokens: int, rule: StepRule, ends: list[int], prompts, lengths) -> list[Answer]:
+    return [Answer(ids) for ids in plain_sdar_loop(model, prompts, max_new_tokens, rule=rule, eos_token_ids=ends)]
 
 
-def _plain(model, max_new_tokens: int, rule: StepRule, eos: list[int], prompts, lengths) -> Answers:
-    return Answers(plain_sdar_loop(model, prompts, max_new_tokens, rule=rule, eos_token_ids=eos))
-
-
-def _autoregressive(twin, pad: int, prompts, lengths) -> Answers:
-    """As many tokens of every row as static decoding found: weights trained for blocks never say when to stop."""
-    inputs = _left_padded(twin, prompts, pad)
+def _autoregressive(twin, pad: int, prompts, lengths) -> list[Answer]:
+    """As many tokens of each row as static decoding gave: weights trained for blocks never say when to stop."""
+    inputs = left_padded(prompts, pad, twin.device)
     new = twin.generate(**inputs, max_new_tokens=max(lengths), do_sample=False, pad_token_id=pad, use_cache=True)
     new = new[:, inputs["input_ids"].shape[1] :].tolist()
-    return Answers([row[:length] for row, length in zip(new, lengths, strict=True)])
+    return [Answer(row[:length]) for row, length in zip(new, lengths, strict=True)]
 
 
 # --- all prompts
 
 
-def _decode_all(decode: Decode, prompts, lengths, batch_size: int) -> Answers:
-    answers = Answers([])
+def _decode_all(decode: Decode, prompts, lengths, batch_size: int) -> list[Answer]:
+    answers = []
     for start in range(0, len(prompts), batch_size):
-        batch = decode(prompts[start : start + batch_size], lengths[start : start + batch_size])
-        answers.tokens += batch.tokens
-        if batch.drafts is not None:
-            answers.drafts = batch.drafts if answers.drafts is None else answers.drafts + batch.drafts
+        answers += decode(prompts[start : start + batch_size], lengths[start : start + batch_size])
     return answers
 
 
 @dataclass
 class _Profile:
-    """One run that was taken apart: its answers, seconds per stage and calls per stage."""
+    """A run with a clock on its stages: the answers, and the seconds and calls of each stage."""
 
-    answers: Answers
+    answers: list[Answer]
     split: dict[str, float]
     calls: dict[str, int]
 
     @property
-    def new_tokens(self) -> int:
-        return sum(map(len, self.answers.tokens))
+    def totals(self) -> Totals:
+        return Totals.of(self.answers)
 
 
-def _profile(model, run: Callable[[], Answers]) -> _Profile:
+def _profile(model, run: Callable[[], list[Answer]]) -> _Profile:
     """Decode all prompts once more, with a clock on the modules and on the reading of logits."""
     methods = [(model.model, "forward", "backbone"), (model.lm_head, "forward", "logits")]
     methods += [(Sampler, "read", "sampling"), (Sampler, "confidence_of", "sampling")]
@@ -244,34 +223,34 @@ def _profile(model, run: Callable[[], Answers]) -> _Profile:
         methods.append((model.mrp_head, "forward", "head"))
     answers = []
     with StageClock(methods, model.device) as clock:
-        seconds = timed(lambda: answers.append(run()), model.device)
+        seconds = timed(lambda: answers.extend(run()), model.device)
     split = {stage: clock.seconds[stage] / seconds for stage in STAGES}
-    return _Profile(answers[0], split | {"bookkeeping": 1 - sum(split.values())}, clock.calls)
+    return _Profile(answers, split | {"bookkeeping": 1 - sum(split.values())}, clock.calls)
 
 
 def _row(name: str, batch_size: int, seconds: dict[str, list[float]], profiles: dict[str, _Profile]) -> Row:
     profile, reference = profiles[name], profiles[STATIC]
-    rows = len(profile.answers.tokens)
-    same = sum(ours == theirs for ours, theirs in zip(profile.answers.tokens, reference.answers.tokens, strict=True))
+    totals, rows = profile.totals, len(profile.answers)
+    pairs = zip(profile.answers, reference.answers, strict=True)
+    same = sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs)
     rows_per_call = rows / -(-rows // batch_size)
-    proposed, accepted = ([], []) if profile.answers.drafts is None else profile.answers.drafts.tolist()
     median = statistics.median(seconds[name])
     return Row(
         mode=name,
         batch_size=batch_size,
-        new_tokens=profile.new_tokens,
+        new_tokens=totals.tokens,
         seconds=median,
-        tokens_per_second=profile.new_tokens / median,
+        tokens_per_second=totals.tokens / median,
         speedups={
-            other: median_ratio(seconds[other], seconds[name]) * profile.new_tokens / profiles[other].new_tokens
+            other: median_ratio(seconds[other], seconds[name]) * totals.tokens / profiles[other].totals.tokens
             for other in REFERENCES
             if other in profiles
         },
         backbone_forwards=profile.calls["backbone"],
         head_forwards=profile.calls["head"],
-        tokens_per_forward=profile.new_tokens / profile.calls["backbone"] / rows_per_call,
+        tokens_per_forward=totals.tokens / profile.calls["backbone"] / rows_per_call,
         identical=None if name == AUTOREGRESSIVE else same / rows,
-        accepted=[a / p for a, p in zip(accepted, proposed, strict=True) if p],
+        accepted=totals.acceptance,
         split=profile.split,
     )
 

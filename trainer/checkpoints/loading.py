@@ -99,12 +99,3 @@ def default_attention(device: torch.device, autocast: bool) -> str:
     # under autocast the norms of queries and keys return float32 while values stay in half precision, and releases of
     # flex_attention before 2.11 refuse this mix
     return "sdpa" if autocast and torch.__version__ < "2.11" else "flex_attention"
-
-
-def encode(tokenizer, prompts: list[str], raw: bool = False):
-    """Token ids and attention mask of prompts, left-padded, through the chat template when there is one."""
-    if tokenizer.chat_template is not None and not raw:
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-        return tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
-    return tokenizer(prompts, return_tensors="pt", padding=True)

@@ -109,14 +109,14 @@ def _given(parser, arguments) -> list[str]:
 
 def _data(arguments):
     """(rows, scorer or None); completes the arguments where MODEL is an embedded checkpoint."""
-    from ..evaluation.runs import load_rows
+    from ..evaluation.runs import read_eval_rows
     from ..evaluation.scorers import check_rows, load_scorer
     from .prompts import read_prompts
 
     task = _embedded_task(arguments)
     scorer = load_scorer(arguments.scorer) if arguments.scorer is not None else None
     if arguments.data is not None:
-        rows = load_rows(arguments.data)
+        rows = read_eval_rows(arguments.data)
         if scorer is not None:
             check_rows(arguments.scorer, rows)
     elif arguments.prompt_file is not None:

@@ -1,147 +1,140 @@
-"""`mrp demo`: every decoding mode on held-out samples of an embedded checkpoint, in one table."""
+"""`mrp demo`: what `mrp eval` does, preset for held-out samples of an embedded checkpoint in every decoding mode."""
 
 import argparse
-import json
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, TextIO
 
-import torch
-from transformers import AutoModelForCausalLM
+import typer
 
-from hub_cards.tasks.tasks import TASKS
-from modeling_mrp import MRPForDiffusionLM
+if TYPE_CHECKING:  # importing them takes seconds
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
-from ..evaluation.modes import mode_options
+    from hub_cards.tasks.tasks import PythonFunctions, WordProblems
+    from modeling_mrp import MRPForDiffusionLM
 
-DEFAULT_MODEL = "words"
-MODES = (
-    *("static", "static-2", "static-4", "spec-2", "spec-3", "spec-4", "spec-4-self", "spec-4-token", "spec-8-token"),
-    *("direct-1", "direct-2", "direct-3", "dynamic-0.9", "dynamic-0.7", "dynamic-0.5"),
-    *("remask-leave_one_out", "remask-confidence", "remask-residual"),
-)
-SHOWN = "spec-4"  # the mode of the one answer that is shown as it comes into being
+SHOWN = "spec-4"  # the mode of the answer that is shown as it is decoded, and of the closing sentence
+COLUMNS = ("mode", "accuracy", "tokens/forward", "forwards", "time ratio", "identical")
+# keys of a row in the JSON output, and the fields of `ModeFigures` that they show
+JSON_KEYS = {
+    "name": "mode",
+    "accuracy": "accuracy",
+    "tokens_per_forward": "tokens_per_forward",
+    "backbone_forwards": "forwards",
+    "wall_clock_ratio": "time_ratio",
+    "identical": "identical",
+}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One mode's figures.
+def demo(
+    model: Annotated[str, typer.Option(help="An embedded checkpoint: words or code, or the name of its folder.")] = (
+        "words"
+    ),
+    samples: Annotated[int, typer.Option(help="Held-out samples to decode.")] = 200,
+    batch_size: Annotated[int, typer.Option(help="Samples decoded together.")] = 100,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer this prompt instead of measuring. It must be of the kind that the model was trained on: a "
+            "problem of two to six steps, or the `def` line of a function."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+) -> None:
+    """Decode held-out samples of an embedded checkpoint in every mode, show one table, and decode one answer slowly.
 
-    Attributes:
-        name: of the mode.
-        accuracy: share of answers that are right, by the task's own measure; None where it has none.
-        tokens_per_forward: new tokens per forward of the backbone, all forwards counted.
-        backbone_forwards: of all prompts together, a forward counted once for every row that takes part in it.
-        wall_clock_ratio: time of backbone-only decoding (the row `static`) over this mode's; above 1 is faster.
-        identical: share of answers that are token for token those of `static`.
+    Example: mrp demo --prompt "Tom has 23 apples, buys 14, doubles them. How many?"
     """
+    for name, value in {"samples": samples, "batch-size": batch_size}.items():
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
 
-    name: str
-    accuracy: float | None
-    tokens_per_forward: float
-    backbone_forwards: int
-    wall_clock_ratio: float
-    identical: float
+    from dataclasses import asdict
+    from json import dumps
+
+    from ..evaluation.modes import mode_options
+    from ..evaluation.summary import rows_table
+    from ..evaluation.task_evaluation import evaluate_task
+
+    task = task_of(model)
+    loaded = _load(task)
+    options = mode_options(SHOWN, loaded.config.block_size)
+    if prompt is not None:
+        show_answer(loaded, task, prompt, options)
+        return
+    held_out = task.held_out("test", samples)
+    if not json:
+        print(_heading(task, len(held_out), batch_size), flush=True)
+    rows = [asdict(row) for row in evaluate_task(loaded, task, held_out, batch_size=batch_size)]
+    if json:
+        print(dumps({"rows": [{key: row[name] for key, name in JSON_KEYS.items()} for row in rows]}))
+        return
+    print(rows_table(rows, COLUMNS))
+    print(f"\n{conclusion(rows)}\n\none answer, decoded in mode {SHOWN}")
+    show_answer(loaded, task, held_out[0].prompt, options)
 
 
-@dataclass
-class _Decoded:
-    answers: list[list[int]]
-    forwards: int
-    seconds: float
+def _heading(task, samples: int, batch_size: int) -> str:
+    import torch
+
+    machine = f"{torch.get_num_threads()} CPU threads, float32, torch {torch.__version__}"
+    accuracy = f"accuracy: {task.right_when}; " if task.right_when else ""
+    return (
+        f"{task.folder.name}: {samples} held-out samples, greedy, batches of {batch_size}, {machine}\n"
+        f"{accuracy}forwards: of the backbone, every one counted; time ratio: static's time over the mode's; "
+        "identical: answers equal to static's\n"
+    )
 
 
-def run_demo(
-    model: MRPForDiffusionLM,
-    task,
-    samples: Sequence,
-    modes: dict[str, dict] | None = None,
-    batch_size: int = 100,
-    on_row: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
-    """Decode every sample in every mode, greedily and in batches.
+def conclusion(rows: Sequence[dict]) -> str:
+    """Return the sentence that says what the table shows: text, forwards and time of `SHOWN` against `static`.
 
     Args:
-        task: one of `hub_cards.tasks.tasks.TASKS`; samples: of its `held_out`.
-        modes: options of `generate` by name (default: those of MODES); the first one is the reference of the time
-            ratio and of `identical`.
-        on_row: called with every row as soon as it is measured.
+        rows: rows of `summarise`; `static` and `SHOWN` must be among them.
     """
-    modes = modes or {name: mode_options(name, model.config.block_size) for name in MODES}
-    prompts = [sample.prompt for sample in samples]
-    decode = partial(decode_all, model, task.tokenizer, batch_size=batch_size, max_new_tokens=task.answer_tokens)
-    decode(prompts[:batch_size], options=next(iter(modes.values())))  # warms up
-    rows, reference = [], None
-    for name, options in modes.items():
-        decoded = decode(prompts, options=options)
-        reference = reference or decoded
-        same = sum(ours == theirs for ours, theirs in zip(decoded.answers, reference.answers, strict=True))
-        rows.append(
-            Row(
-                name=name,
-                accuracy=task_accuracy(task, samples, decoded.answers),
-                tokens_per_forward=sum(map(len, decoded.answers)) / decoded.forwards,
-                backbone_forwards=decoded.forwards,
-                wall_clock_ratio=reference.seconds / decoded.seconds,
-                identical=same / len(samples),
-            )
-        )
-        on_row(rows[-1])
-    return rows
+    by_mode = {row["mode"]: row for row in rows}
+    static, shown = by_mode["static"], by_mode[SHOWN]
+    ratio = static["forwards"] / shown["forwards"]
+    forwards = f"{ratio:.2f}x fewer" if ratio >= 1 else f"{1 / ratio:.2f}x as many"
+    return (
+        f"{SHOWN} returned static's text in {_share(shown['identical'])} of the answers with {forwards} forwards of "
+        f"the backbone; on this CPU it took {1 / shown['time_ratio']:.2f}x the time."
+    )
 
 
-def task_accuracy(task, samples: Sequence, answers: list[list[int]]) -> float | None:
-    """Share of right answers, given as token ids; None for a task that cannot tell."""
-    if task.right_when is None:
-        return None
-    texts = task.tokenizer.batch_decode(answers, skip_special_tokens=True)
-    return sum(task.right(sample, text) for sample, text in zip(samples, texts, strict=True)) / len(samples)
-
-
-def decode_all(
-    model, tokenizer, prompts: list[str], *, options: dict, batch_size: int, max_new_tokens: int
-) -> _Decoded:
-    """New tokens of every prompt, end of text included and padding cut off."""
-    result = _Decoded([], 0, 0.0)
-    for start in range(0, len(prompts), batch_size):
-        inputs = tokenizer(prompts[start : start + batch_size], return_tensors="pt", padding=True)
-        began = time.perf_counter()
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens, return_dict_in_generate=True, **options)
-        result.seconds += time.perf_counter() - began
-        stats = output.stats
-        lengths = stats.tokens_by_backbone + stats.tokens_by_head
-        new = output.sequences[:, inputs["input_ids"].shape[1] :]
-        result.answers += [row[:length] for row, length in zip(new.tolist(), lengths.tolist(), strict=True)]
-        result.forwards += int(stats.backbone_forwards.sum())
-    return result
+def _share(share: float) -> str:
+    """A percentage that reads 100% only if nothing is missing."""
+    return f"{share:.0%}" if share in (0, 1) else f"{min(share, 0.999):.1%}"
 
 
 class DraftPrinter:
-    """A streamer that shows a block's states as it is denoised, masked tokens as dots, then the finished text.
+    """A streamer that prints the states of a block as it is denoised, masked tokens as dots, then the finished text.
 
-    On a terminal the states overwrite one another; elsewhere each gets a line.
+    On a terminal the states overwrite one another; elsewhere each gets a line of its own.
     """
 
     ANSWER = "answer  "
 
-    def __init__(self, tokenizer, file=None):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", file: TextIO | None = None):
         self.tokenizer = tokenizer
         self.file = sys.stdout if file is None else file
         self.overwrites = self.file.isatty()
         self.prompt_seen = False
         self.finished: list[int] = []
 
-    def put(self, value):
+    def put(self, value: "Tensor") -> None:
+        """Keep finished tokens; the first call gets the prompt."""
         if self.prompt_seen:
             self.finished += value.flatten().tolist()
         self.prompt_seen = True
 
-    def put_draft(self, value):
+    def put_draft(self, value: "Tensor") -> None:
+        """Print the finished tokens and the unfinished block after them."""
         self._show(self.finished + value.flatten().tolist(), "drafts  ")
 
-    def end(self):
+    def end(self) -> None:
+        """Print the finished text."""
         self._show(self.finished, self.ANSWER)
         if self.overwrites:
             self.file.write("\n")
@@ -150,22 +143,30 @@ class DraftPrinter:
         dots = self.tokenizer.decode(ids).replace(self.tokenizer.mask_token, "·")
         text = dots.replace(self.tokenizer.eos_token, "").replace(self.tokenizer.pad_token, "").rstrip()
         if label != self.ANSWER:
-            text = text.replace("\n", "⏎")  # one line for a state
+            text = text.replace("\n", "⏎")  # a state takes one line
         self.file.write(f"\r\033[K{label}{text}" if self.overwrites else f"{label}{text}\n")
         self.file.flush()
 
 
-def stream_answer(model, task, prompt: str, options: dict):
-    """Print one prompt and its answer as it comes into being.
+def show_answer(
+    model: "MRPForDiffusionLM", task: "WordProblems | PythonFunctions", prompt: str, options: dict
+) -> None:
+    """Print a prompt and its answer as it is decoded.
+
+    Args:
+        model: the model.
+        task: its task.
+        prompt: the prompt.
+        options: options of `generate`.
 
     Raises:
-        ValueError: for a word that the tokenizer does not know.
+        ValueError: if the prompt holds a word that the tokenizer does not know.
     """
     tokenizer = task.tokenizer
     inputs = tokenizer(prompt, return_tensors="pt")
-    unknown = (
-        (inputs["input_ids"][0] == tokenizer.unk_token_id).nonzero()[:, 0].tolist() if tokenizer.unk_token else []
-    )
+    unknown = []
+    if tokenizer.unk_token is not None:
+        unknown = (inputs["input_ids"][0] == tokenizer.unk_token_id).nonzero()[:, 0].tolist()
     if unknown:
         words = [prompt[slice(*inputs.token_to_chars(at))] for at in unknown]
         raise ValueError(
@@ -173,91 +174,52 @@ def stream_answer(model, task, prompt: str, options: dict):
             f"It knows problems like: {task.held_out('test', 1)[0].prompt}"
         )
     print(f"prompt  {prompt}")
-    streamer = DraftPrinter(tokenizer)
     output = model.generate(
-        **inputs, max_new_tokens=task.answer_tokens, streamer=streamer, return_dict_in_generate=True, **options
+        **inputs,
+        max_new_tokens=task.answer_tokens,
+        streamer=DraftPrinter(tokenizer),
+        return_dict_in_generate=True,
+        **options,
     )
-    forwards = int(output.stats.backbone_forwards)
-    tokens = int(output.stats.tokens_by_backbone + output.stats.tokens_by_head)
-    print(f"        {tokens} tokens in {forwards} forwards of the backbone")
+    stats = output.stats
+    print(f"        {int(stats.lengths)} tokens in {int(stats.backbone_forwards)} forwards of the backbone")
 
 
-def table_head(scored: bool) -> str:
-    accuracy = f"{'accuracy':>9}" if scored else ""
-    return f"{'mode':22}{accuracy}{'tokens/forward':>16}{'forwards':>10}{'time ratio':>12}{'identical':>11}"
-
-
-def table_line(row: Row) -> str:
-    accuracy = "" if row.accuracy is None else f"{row.accuracy:9.3f}"
-    return (
-        f"{row.name:22}{accuracy}{row.tokens_per_forward:16.2f}{row.backbone_forwards:10d}"
-        f"{row.wall_clock_ratio:11.2f}x{row.identical:11.1%}"
-    )
-
-
-def task_of(name: str):
-    """The task of an embedded checkpoint, by its own name or that of the checkpoint.
+def task_of(name: str) -> "WordProblems | PythonFunctions":
+    """Return the task of an embedded checkpoint, by the task's name or that of the checkpoint's folder.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: if there is none.
     """
+    from hub_cards.tasks.tasks import TASKS
+
     found = next((task for key, task in TASKS.items() if name in (key, task.folder.name)), None)
     if found is None:
         known = ", ".join(f"{key} ({task.folder.name})" for key, task in TASKS.items())
-        raise ValueError(f"--model {name!r} is no embedded checkpoint: there are {known}")
+        raise ValueError(f"--model {name!r} is not an embedded checkpoint; expected one of {known}")
     return found
 
 
-def load(task) -> MRPForDiffusionLM:
+def _load(task):
     """The embedded checkpoint of a task, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import modeling_mrp  # noqa: F401  registers the model's classes
+
     return AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="mrp demo",
-        description=__doc__.split(": ", 1)[1],
-        epilog='example: mrp demo --prompt "Tom has 23 apples, buys 14, doubles them. How many?"',
-    )
-    made.add_argument("--model", default=DEFAULT_MODEL, help=f"one of {', '.join(TASKS)} (default: %(default)s)")
-    made.add_argument("--samples", type=int, default=200, help="held-out samples to decode (default: %(default)s)")
-    made.add_argument("--batch-size", type=int, default=100, help="rows decoded together (default: %(default)s)")
-    made.add_argument(
-        "--prompt",
-        help="answer this prompt, of the kind that the model was trained on, instead of measuring: a problem of two "
-        "to six steps, or a function's line of def",
-    )
-    made.add_argument("--json", action="store_true", help="print the rows as JSON")
-    return made
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
-    for name in ("samples", "batch_size"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
-    task = task_of(arguments.model)
-    model = load(task)
-    spec = mode_options(SHOWN, model.config.block_size)
-    if arguments.prompt is not None:
-        stream_answer(model, task, arguments.prompt, spec)
-        return 0
-    samples = task.held_out("test", arguments.samples)
-    if arguments.json:
-        rows = run_demo(model, task, samples, batch_size=arguments.batch_size)
-        print(json.dumps({"rows": [asdict(row) for row in rows]}))
-        return 0
-    print(f"{len(samples)} held-out samples, greedy, batches of {arguments.batch_size}, {_machine()}")
-    right = f"accuracy: {task.right_when}; " if task.right_when else ""
-    print(f"{right}forwards: of the backbone, all counted; time ratio: static's time over the mode's\n")
-    print(table_head(task.right_when is not None))
-    run_demo(
-        model, task, samples, batch_size=arguments.batch_size, on_row=lambda row: print(table_line(row), flush=True)
+    """Run `demo` on arguments of the command line."""
+    description, example = demo.__doc__.split("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="mrp demo", description=description.strip(), epilog=example.strip().replace("Example", "example")
     )
-    print(f"\none answer, decoded in mode {SHOWN}")
-    stream_answer(model, task, samples[0].prompt, spec)
+    parser.add_argument("--model", default="words", help="words or code (default: words)")
+    parser.add_argument("--samples", type=int, default=200, help="held-out samples to decode (default: 200)")
+    parser.add_argument("--batch-size", type=int, default=100, help="samples decoded together (default: 100)")
+    parser.add_argument("--prompt", help="answer this prompt instead of measuring")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    demo(**vars(parser.parse_args(argv)))
     return 0
-
-
-def _machine() -> str:
-    return f"{torch.get_num_threads()} CPU threads, float32, torch {torch.__version__}"

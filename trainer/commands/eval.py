@@ -31,15 +31,15 @@ def main(argv: list[str]):
     from ..checkpoints.loading import load, load_full_head
     from ..evaluation import plots
     from ..evaluation import runs as evaluation
-    from ..evaluation.head_probe import check_folder
+    from ..evaluation.calibration import check_can_store
     from ..evaluation.scorers import check_rows, load_scorer
 
     scorer = load_scorer(arguments.scorer, arguments.time_limit)
-    rows = evaluation.load_rows(arguments.data)
+    rows = evaluation.read_eval_rows(arguments.data)
     check_rows(arguments.scorer, rows)
     calibrating = arguments.calibrate is not None
     if calibrating:
-        check_folder(arguments.model)
+        check_can_store(arguments.model)
         rows = rows[: arguments.calibrate]
     else:
         rows = rows[arguments.skip :][: arguments.limit]
@@ -196,8 +196,9 @@ def _check(parser, arguments):
 
 def _report(arguments, model, tokenizer, rows, records, settings, folder: Path):
     """Write summary and plots, print the table."""
-    from ..evaluation.head_probe import kl_by_depth
-    from ..evaluation.runs import prompt_ids, write_json
+    from ..evaluation.decoding import prompt_ids
+    from ..evaluation.kl_between_states import kl_by_depth
+    from ..evaluation.runs import write_json
     from ..evaluation.summary import summarise, table
 
     summary = summarise(records, list(dict.fromkeys(record["mode"] for record in records)))
@@ -216,14 +217,14 @@ def _report(arguments, model, tokenizer, rows, records, settings, folder: Path):
     if arguments.plots:
         from ..evaluation.plots import write_plots
 
-        write_plots(summary, folder)
+        write_plots(summary, folder, f"{Path(arguments.model).name} on {Path(arguments.data).stem}")
     print(json.dumps(summary) if arguments.json else text)
     if not arguments.json:
         print(f"\n{len(rows)} prompts, written to {folder}")
 
 
 def _calibrate(arguments, model, tokenizer, rows, scorer, settings):
-    from ..evaluation.head_probe import calibrate, store_threshold
+    from ..evaluation.calibration import calibrate, store_threshold
 
     if model.mrp_head is None:
         raise ValueError(f"--calibrate needs a residual head, but {arguments.model} has none")

@@ -37,7 +37,8 @@ def main(argv: list[str]):
 
     import torch
 
-    from ..checkpoints.loading import encode, load
+    from ..checkpoints.loading import load
+    from ..evaluation.decoding import encode
 
     model, tokenizer = load(arguments)
     inputs = encode(tokenizer, prompts, raw=arguments.raw).to(model.device)

@@ -1,16 +1,18 @@
-"""What the paper claims, what was published, and the rules by which our own figures decide whether it holds here.
+"""The paper's claims: the sentence, the published figure, and the rule that decides whether it holds for our figures.
 
-A claim's figures are plain numbers (trainer/claims.py measures them); verdict and reason follow from these alone.
+The figures of a claim are plain numbers (claims.py measures them); verdict and reason follow from these alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from .formatting import significant
 
 HOLDS, IN_PART, FAILS = "holds", "holds in part", "does not hold here"
 NOT_MEASURED = "not measured: "
-NO_HEAD = NOT_MEASURED + "MODEL has no head, give one that has, or --head FOLDER"
+NO_HEAD = NOT_MEASURED + "MODEL has no head: use one that has, or give --head FOLDER"
 NO_FULL_HEAD = NOT_MEASURED + "give --full-head FOLDER, a head trained with mrp_residual: false"
-ONE_TOKEN = NOT_MEASURED + "blocks of one token have no second step, give a model with larger blocks"
+ONE_TOKEN = NOT_MEASURED + "blocks of one token have no second step: use a model with larger blocks"
 SIMILAR, RELATED = 0.1, 0.5  # of the KL between unrelated positions
 MOSTLY = 0.5  # of a backbone's next choices
 PUBLISHED_CRITERIA = ("confidence", "residual")
@@ -19,7 +21,14 @@ SMALL = 1e9  # parameters; the published backbones have 1.7 to 8 billion
 
 @dataclass(frozen=True)
 class Scale:
-    """What was measured on: parameters of the backbone, its block size, device, dtype, prompts decoded together."""
+    """What the figures were measured on.
+
+    Attributes:
+        parameters: number of parameters of the backbone.
+        block_size: its block size.
+        device, dtype: where and how it ran.
+        batch_size: prompts decoded together.
+    """
 
     parameters: int
     block_size: int
@@ -36,8 +45,8 @@ class Claim:
         sentence: what is claimed.
         published: the paper's figure.
         rule: how the verdict follows from the figures.
-        show: figures to text.
-        judge: figures and scale to verdict and reason; the reason may be empty.
+        show: function that writes the figures as text.
+        judge: function of figures and scale that returns verdict and reason; the reason may be empty.
     """
 
     sentence: str
@@ -47,7 +56,7 @@ class Claim:
     judge: Callable[[dict, Scale], tuple[str, str]]
 
     def verdict(self, figures: dict, scale: Scale) -> tuple[str, str]:
-        """(verdict, reason); a small backbone is named wherever the claim does not simply hold."""
+        """Return verdict and reason; the reason names a small backbone wherever the claim does not simply hold."""
         verdict, reason = self.judge(figures, scale)
         if verdict in (IN_PART, FAILS) and scale.parameters < SMALL:
             size = f"a backbone of {scale.parameters / 1e6:.1f} million parameters, blocks of {scale.block_size}"
@@ -56,12 +65,16 @@ class Claim:
 
 
 def clear(lead: dict) -> bool:
-    """Whether a mean paired difference, {"mean", "error"}, is above twice its standard error."""
+    """Return whether a mean paired difference, {"mean", "error"}, is positive and above twice its standard error."""
     return lead["mean"] > 0 and lead["mean"] > 2 * lead["error"]
 
 
-def _numbers(values, form: str = ".3f") -> str:
+def _numbers(values: Sequence[float], form: str = ".3f") -> str:
     return " ".join(format(value, form) for value in values)
+
+
+def _nats(values: Sequence[float]) -> str:
+    return " ".join(significant(value) for value in values)
 
 
 def _stand_in(figures: dict) -> str:
@@ -74,8 +87,8 @@ def _stand_in(figures: dict) -> str:
 
 
 def _show_similarity(f):
-    kl = _numbers(f["kl_by_distance"])
-    return f"KL {kl} nats at step distance 1, 2, ...; {f['kl_unrelated']:.3f} between unrelated positions"
+    kl, unrelated = _nats(f["kl_by_distance"]), significant(f["kl_unrelated"])
+    return f"KL {kl} nats at step distance 1, 2, ...; {unrelated} between unrelated positions"
 
 
 def _judge_similarity(f, scale):
@@ -94,10 +107,10 @@ def _judge_similarity(f, scale):
 
 
 def _show_residual(f):
-    lines = [f"KL by depth before {_numbers(f['before'])}", f"residual head {_numbers(f['residual'])}"]
+    lines = [f"KL by depth before {_nats(f['before'])}", f"residual head {_nats(f['residual'])}"]
     if f["full"]:
         times = [full / residual if residual else float("inf") for full, residual in _pairs(f)]
-        lines.append(f"full head {_numbers(f['full'])} ({_numbers(times, '.1f')} times the residual head's)")
+        lines.append(f"full head {_nats(f['full'])} ({_numbers(times, '.1f')} times the residual head's)")
     return ", ".join(lines)
 
 
@@ -226,7 +239,7 @@ def _show_remask(f):
 
 def _judge_remask(f, scale):
     if f["dynamic"] >= f["static"]:
-        return NOT_MEASURED + "the low threshold loses nothing on these prompts, give harder ones", ""
+        return NOT_MEASURED + "the low threshold loses nothing on these prompts: use harder ones", ""
     ahead = [name for name, lead in f["lead"].items() if clear(lead)]
     published = [name for name in ahead if name in PUBLISHED_CRITERIA]
     if published:

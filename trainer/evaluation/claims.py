@@ -1,36 +1,31 @@
-"""The paper's claims, measured on a checkpoint: figures, and rows with the verdicts that follow (claim_rules.py)."""
+"""Measure the paper's claims on a checkpoint: the figures, and a row with the verdict of each (claim_rules.py)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.options import one_of
-from modeling_mrp.sampling import Sampler
-from modeling_mrp.step_rules import StepRule
 
 from .claim_rules import CLAIMS, NO_HEAD, Scale
-from .head_metrics import HeadMetrics, measure_head
-from .head_probe import kl_by_depth
+from .decoding import prompt_ids
+from .kl_between_states import Sample, kl_by_depth, kl_by_distance
 from .modes import REFERENCE, REMASK_CRITERIA, grid
-from .runs import Settings, evaluate, evaluate_full_head, prompt_ids
+from .runs import Settings, evaluate, evaluate_full_head
 from .scorers import Scorer
 from .summary import summarise
 
 SPEC_STEPS = (2, 4, 8)
 DIRECT_STEPS = (1, 2, 3, 4)
 THRESHOLD = 0.5
-MAX_DISTANCE = 8
-REPLAYED_ROWS = 4  # replayed together: every step's hidden states are kept
-
-Sample = tuple[list[int], list[int]]  # token ids of prompt and answer
 
 
 @dataclass(frozen=True)
-class Row:
-    """One claim with its verdict; `figures` are the numbers behind `here`, None when nothing was measured."""
+class ClaimRow:
+    """One claim with its verdict; `figures` are the numbers behind `here`, None if nothing was measured."""
 
     name: str
     claim: str
@@ -42,92 +37,11 @@ class Row:
     figures: dict | None
 
 
-# -- trajectories
-
-
-@torch.no_grad()
-def replay(model, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """The states that static decoding, greedy and one token a step, goes through, all blocks of all rows at once.
-
-    Every block sees the clean blocks before it, as in decoding, so one forward of both streams is a step of each.
-
-    Args:
-        samples: prompts with the answers that static decoding gave, end of text included.
-
-    Returns:
-        states x_0 .. x_{B-1} of each block [R, B, L]; the backbone's hidden states on them [R, B, L, H]; which
-        positions are the answer's [R, L].
-    """
-    size, mask_id = model.config.block_size, model.config.mask_token_id
-    width = max(-(-len(prompt + answer) // size) * size for prompt, answer in samples)
-    first = min(len(prompt) for prompt, _ in samples) // size * size  # nothing is denoised before it
-    clean = torch.full((len(samples), width), mask_id)
-    is_answer, real = torch.zeros(2, len(samples), width, dtype=torch.bool)
-    for row, (prompt, answer) in enumerate(samples):
-        length = len(prompt + answer)
-        clean[row, :length] = torch.tensor(prompt + answer)
-        is_answer[row, len(prompt) : length] = True
-        real[row, : -(-length // size) * size] = True
-    clean, is_answer, real = (tensor.to(model.device) for tensor in (clean, is_answer, real))
-    sampler, rule = Sampler(mask_id, shaping=[], truncation=[]), StepRule("low_confidence_static")
-    state, states, hidden = clean.masked_fill(is_answer, mask_id), [], []
-    for step in range(size):
-        output = model(state, attention_mask=real, clean_ids=clean, logits_to_keep=width - first)
-        states.append(state)
-        hidden.append(output.last_hidden_state)
-        blocks = state[:, first:].unflatten(1, (-1, size))
-        read = sampler.read(output.logits.unflatten(1, (-1, size)), None, step, None)
-        reveal = rule(read.confidence, None, blocks == mask_id)
-        state = torch.cat([state[:, :first], torch.where(reveal, read.token, blocks).flatten(1)], dim=1)
-    return torch.stack(states, dim=1), torch.stack(hidden, dim=1), is_answer
-
-
-@torch.no_grad()
-def kl_by_distance(
-    model, samples: Sequence[Sample], distances: Sequence[int] | None = None
-) -> tuple[list[float], list[float]]:
-    """KL between the backbone's logits at one masked position, by the number of steps between two states.
-
-    Args:
-        samples: see `replay`; those with an empty answer are left out.
-        distances: in steps (default: 1, 2, ... as the block size allows, at most 8).
-
-    Returns:
-        Mean KL(later || earlier) in nats over positions masked in both, for each distance; and as a yardstick
-        KL(later || unrelated), where the unrelated logits are those of a masked position of another prompt (or, in
-        the last batch of one prompt, of another state). Both are shorter where nothing was left to compare.
-    """
-    size, mask_id = model.config.block_size, model.config.mask_token_id
-    distances = range(1, min(MAX_DISTANCE, size - 1) + 1) if distances is None else distances
-    metrics = HeadMetrics.zeros(len(distances), model.device)
-    samples = [sample for sample in samples if sample[1]]
-    for start in range(0, len(samples), REPLAYED_ROWS):
-        states, hidden, is_answer = replay(model, samples[start : start + REPLAYED_ROWS])
-        masked = (states == mask_id) & is_answer[:, None]
-        unrelated, rows = hidden.clone(), hidden[masked]
-        unrelated[masked] = rows.roll(len(rows) // 2, 0)  # ordered by prompt: half of all lies in another one
-        block_ids = (torch.arange(states.shape[2], device=states.device) // size).expand_as(is_answer)
-        for earlier in range(size):
-            later = earlier + torch.tensor(distances, device=states.device, dtype=torch.long)
-            within, later = later < size, later.clamp(max=size - 1)
-            metrics += measure_head(
-                hidden[:, earlier],
-                unrelated[:, earlier, None].expand(-1, len(distances), -1, -1),
-                hidden[:, later],
-                model.lm_head.weight,
-                (masked[:, later] & within[:, None]).float(),
-                block_ids,
-                mask_id,
-            )
-    figures = metrics.summary()
-    return figures.kl_before, figures.kl_after
-
-
 # -- decoding
 
 
 class Decoded:
-    """Records of `evaluate`, by mode; without a scorer an answer scores 1 when it is static's, to the token."""
+    """The records of `evaluate` by mode; without a scorer an answer scores 1 if it equals static's token for token."""
 
     def __init__(self, records: list[dict], modes: Sequence[str], scored: bool):
         self.score = "accuracy" if scored else "share identical to static"
@@ -143,26 +57,27 @@ class Decoded:
         self.rows = {row["mode"]: row for row in summarise(records, modes)["rows"]}
 
     def accuracy(self, mode: str) -> float:
+        """Return the mean score of a mode."""
         return self.rows[mode]["accuracy"]
 
     def saved(self, mode: str) -> float:
-        """Share of static's forwards that a mode does not need."""
+        """Return the share of static's forwards that a mode does not need."""
         return 1 - self.rows[mode]["forwards"] / self.rows[REFERENCE]["forwards"]
 
     def lead(self, ours: str, theirs: str, of: str = "score") -> dict[str, float]:
-        """Mean over the prompts of what `ours` has more of than `theirs`, and its standard error."""
+        """Return the mean over the prompts of `ours` minus `theirs` in the field `of`, and its standard error."""
         pairs = zip(self.by_mode[ours], self.by_mode[theirs], strict=True)
         gaps = torch.tensor([a[of] - b[of] for a, b in pairs], dtype=torch.double)
         spread = gaps.var(unbiased=False) / max(len(gaps) - 1, 1)
         return {"mean": gaps.mean().item(), "error": spread.sqrt().item()}
 
     def samples(self, prompts: list[list[int]]) -> list[Sample]:
-        """The prompts with static's answers."""
+        """Return the prompts with static's answers."""
         return [(prompts[record["index"]], record["token_ids"]) for record in self.by_mode[REFERENCE]]
 
 
 def modes_of(names: Sequence[str], block_size: int, has_head: bool) -> dict[str, dict]:
-    """Options of `generate`, by mode, of what the claims `names` have to decode."""
+    """Return the modes, with their options of `generate`, that have to be decoded to measure the claims `names`."""
     kinds = {
         "unverified": (["direct"], DIRECT_STEPS),
         "lossless": (["spec", "spec-self"], SPEC_STEPS),
@@ -260,29 +175,31 @@ def _remask(decoded: Decoded) -> dict:
 
 
 def check_claims(
-    model,
-    tokenizer,
+    model: MRPForDiffusionLM,
+    tokenizer: PreTrainedTokenizerBase,
     rows: list[dict],
     scorer: Scorer | None,
     settings: Settings,
-    folder,
+    folder: str | Path,
     names: Sequence[str] = tuple(CLAIMS),
-    full=None,
-    on_row: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
+    full: MRPForDiffusionLM | None = None,
+    on_row: Callable[[ClaimRow], None] = lambda row: None,
+) -> list[ClaimRow]:
     """Measure claims and judge them.
 
     Args:
-        rows: of the data, see `load_rows`.
+        model: the model, in eval mode on its device.
+        tokenizer: its tokenizer.
+        rows: rows of the data, see `read_eval_rows`.
         scorer: function of (completion, row); None: the share of answers identical to static's stands in.
-        settings: how to decode; its modes are set here.
-        folder: where the decoded answers go; a killed run goes on there.
-        names: of `CLAIMS`.
+        settings: how to decode; its modes are replaced by those that the claims need.
+        folder: where the decoded answers are kept; a run that was interrupted there is resumed.
+        names: names out of `CLAIMS`.
         full: the same backbone with a head that predicts the full distribution.
-        on_row: called with every row as soon as it is judged.
+        on_row: called with each row as soon as it is judged.
 
     Raises:
-        ValueError: for an unknown claim, or a `full` whose head is residual.
+        ValueError: if a claim is unknown, or the head of `full` is residual.
     """
     for name in names:
         one_of("claim", name, CLAIMS)
@@ -303,21 +220,22 @@ def check_claims(
     judged = []
     for name in names:
         measurable = has_head or name in ("similarity", "lossless")
-        judged.append(judge(name, measures[name]() if measurable else None, scale_of(model, settings)))
+        judged.append(judge_claim(name, measures[name]() if measurable else None, scale_of(model, settings)))
         on_row(judged[-1])
     return judged
 
 
-def judge(name: str, figures: dict | None, scale: Scale) -> Row:
-    """The row of a claim; figures None where there is no head to measure."""
+def judge_claim(name: str, figures: dict | None, scale: Scale) -> ClaimRow:
+    """Return the row of a claim from its figures, which are None if there is no head to measure."""
     claim = CLAIMS[name]
     verdict, reason = (NO_HEAD, "") if figures is None else claim.verdict(figures, scale)
     here = "-" if figures is None else claim.show(figures)
-    return Row(name, claim.sentence, claim.published, here, verdict, reason, claim.rule, figures)
+    return ClaimRow(name, claim.sentence, claim.published, here, verdict, reason, claim.rule, figures)
 
 
-def scale_of(model, settings: Settings) -> Scale:
-    """What a model is measured on."""
+def scale_of(model: MRPForDiffusionLM, settings: Settings) -> Scale:
+    """Return the size of a model and where it runs, which verdicts are read with."""
+    # by identity: lm_head may share its weight with the embedding
     parameters = {id(p): p.numel() for part in (model.model, model.lm_head) for p in part.parameters()}
     return Scale(
         parameters=sum(parameters.values()),
@@ -329,15 +247,11 @@ def scale_of(model, settings: Settings) -> Scale:
 
 
 def _decode(model, tokenizer, rows, scorer, settings: Settings, folder: Path, names, full) -> Decoded:
-    """Decode what the claims need; modes of the full head end in -full."""
-
-    def run(of, modes, into, evaluation=evaluate) -> list[dict]:
-        return evaluation(of, tokenizer, rows, scorer or (lambda text, row: 0), replace(settings, modes=modes), into)
-
+    """Decode what the claims need; the modes of the full head end in -full."""
     modes = modes_of(names, model.config.block_size, model.mrp_head is not None)
-    records, shown = run(model, modes, folder), list(modes)
+    records, shown = evaluate(model, tokenizer, rows, scorer, replace(settings, modes=modes), folder), list(modes)
     if full is not None and "unverified" in names:
         direct = {mode: options for mode, options in modes.items() if mode.startswith("direct-")}
-        records = records + run(full, direct, folder, evaluate_full_head)
+        records += evaluate_full_head(full, tokenizer, rows, scorer, replace(settings, modes=direct), folder)
         shown += [f"{mode}-full" for mode in direct]
     return Decoded(records, shown, scored=scorer is not None)

@@ -9,7 +9,7 @@ TOLERATED_LOSS = 0.05
 
 
 def pareto_front(points: Iterable[Point]) -> list[Point]:
-    """The points that no other beats in one figure without losing in the other, by rising tokens per forward."""
+    """Return the points that no other point dominates, by rising tokens per forward."""
     front: list[Point] = []
     for point in sorted(set(points), reverse=True):
         if not front or point[1] > front[-1][1]:
@@ -18,23 +18,24 @@ def pareto_front(points: Iterable[Point]) -> list[Point]:
 
 
 def area_under_parallelism(points: Iterable[Point], best_accuracy: float | None = None) -> float:
-    """Accuracy under parallelism (AUP) of a curve, as published with d3LLM (arXiv 2601.07568).
+    """Return the accuracy under parallelism (AUP) of a curve, as published with d3LLM (arXiv 2601.07568).
 
-    With the points (rho_i, y_i) by rising tokens per forward rho, y in percent, and those left out that lose more
-    than 5 points of accuracy against the first:
+    The points (rho_i, y_i) are ordered by tokens per forward rho, with the accuracy y in percent; those whose accuracy
+    is more than 5 points below the first one's are left out. Then
+
 
         AUP = rho_1 y_1 + sum over i > 1 of (rho_i - rho_{i-1}) (y_i W(y_i) + y_{i-1} W(y_{i-1})) / 2
         W(y) = min(exp(-3 (1 - y / y_best)), 1)
 
-    So a decoder of one token a forward that is always right has 100, and speed that costs accuracy counts less.
-    Of several points at one speed the best counts.
+    A decoder of one token a forward that is always right has 100, and speed that costs accuracy counts less. Of
+    several points at one speed the most accurate counts.
 
     Args:
-        points: at least one, accuracy in 0..1.
-        best_accuracy: y_best, the best of all curves that are compared (default: of this one).
+        points: at least one point, accuracy in 0..1.
+        best_accuracy: y_best, the best accuracy of all curves that are compared (default: of this one).
 
     Raises:
-        ValueError: without points, or for figures that are none.
+        ValueError: if there is no point, a speed is not positive, or an accuracy is outside 0..1.
     """
     best_at: dict[float, float] = {}
     for speed, accuracy in points:
@@ -55,5 +56,5 @@ def area_under_parallelism(points: Iterable[Point], best_accuracy: float | None 
 
 
 def accuracy_weight(accuracy: float, best: float) -> float:
-    """W of `area_under_parallelism`, in 0..1."""
+    """Return the weight W(y) of `area_under_parallelism`, in 0..1."""
     return min(math.exp(-PENALTY * (1 - accuracy / best)), 1.0) if best > 0 else 1.0

@@ -55,16 +55,6 @@ def by_depth(entries: dict[str, float], name: str) -> list[float]:
     return values
 
 
-def significant(value: float, digits: int = 3) -> str:
-    """Format a number with up to `digits` significant digits, so that small values stay visible.
-
-    >>> significant(0.1284), significant(0.00004217), significant(1234.5), significant(0.0)
-    ('0.128', '4.22e-05', '1234', '0')
-    """
-    text = f"{value:.{digits}g}"
-    return f"{value:.0f}" if "e+" in text else text
-
-
 @dataclass
 class HeadMetrics:
     """Sums for each depth k = 1..K, each a float64 tensor of shape [K]; they add up over batches and ranks.

@@ -1,4 +1,4 @@
-"""Names of decoding modes, and the options of `generate` that each stands for."""
+"""The names of decoding modes, and the options of `generate` that each name stands for."""
 
 import re
 from collections.abc import Sequence
@@ -11,12 +11,17 @@ KINDS = ("static", "control", "dynamic", "wide-narrow", "spec", "spec-self", "sp
 KINDS += tuple(f"remask-{criterion}" for criterion in REMASK_CRITERIA)
 DEFAULT_KINDS = ("static", "spec", "direct", "remask-leave_one_out")
 BASELINES = ("control", "dynamic", "wide-narrow", "spec-self")  # what the head has to beat
+DEMO_MODES = (
+    *("static", "static-2", "static-4", "spec-2", "spec-3", "spec-4", "spec-4-self", "spec-4-token", "spec-8-token"),
+    *("direct-1", "direct-2", "direct-3", "dynamic-0.9", "dynamic-0.7", "dynamic-0.5"),
+    *("remask-leave_one_out", "remask-confidence", "remask-residual"),
+)
 HEADLESS_KINDS = ("static", *BASELINES)
 BACKBONE_ONLY = {"mrp_mode": None}
-NARROW = 0.9  # the published threshold of narrow-out, whatever that of wide-in
+NARROW = 0.9  # the published threshold of narrow-out, for every threshold of wide-in
 WIDE_NARROW = {"mrp_mode": "remask", "remask_criterion": "backbone", "remask_threshold": NARROW}
 DYNAMIC = BACKBONE_ONLY | {"remasking_strategy": "low_confidence_dynamic"}
-REMASK_THRESHOLD = "0.5"  # of `remask-C`: low, so that there is something to take back
+REMASK_THRESHOLD = "0.5"  # of `remask-C`: low, so that some proposals have to be masked again
 SPEC = {
     (): {"mrp_draft": "head"},
     ("self",): {"mrp_draft": "self"},
@@ -28,16 +33,17 @@ FORMS = (
 
 
 def mode_options(name: str, block_size: int) -> dict:
-    """Options of `generate` for a mode's name.
+    """Return the options of `generate` that a mode's name stands for.
 
     Args:
         name: `static`, one token a step by the backbone; `static-N`, N tokens a step; `dynamic-T`, SDAR's threshold
-            decoding; `wide-narrow-T`, the same, taking back what later forwards doubt; `spec-K` and `direct-K`, with
-            the look-ahead K, `spec-K-self` drafted without a head and `spec-K-token` with token acceptance;
-            `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above the threshold T (0.5 without it).
+            decoding; `wide-narrow-T`, the same, masking again what later forwards doubt; `spec-K` and `direct-K`,
+            with the look-ahead K, `spec-K-self` drafted without a head and `spec-K-token` with token acceptance;
+            `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above the threshold T (default: 0.5).
+        block_size: block size of the model.
 
     Raises:
-        ValueError: for any other name, or a number out of range.
+        ValueError: if the name is not one of these, or its number is out of range.
     """
     try:
         match name.split("-"):
@@ -56,10 +62,10 @@ def mode_options(name: str, block_size: int) -> dict:
             case ["spec", k, *how] if tuple(how) in SPEC:
                 return {"mrp_mode": "spec", "mrp_steps": _count(k)} | SPEC[tuple(how)]
     except ValueError:
-        pass  # a number that is none, or out of range
+        pass  # not a number, or out of range
     raise ValueError(
-        f"there is no mode {name!r}: there are {FORMS}, with N a divisor of the block size ({block_size}), "
-        f"K at least 1, T a threshold from 0 to 1 and C of {', '.join(REMASK_CRITERIA)}"
+        f"unknown mode {name!r}; expected one of {FORMS}, with N a divisor of the block size ({block_size}), "
+        f"K at least 1, T a threshold from 0 to 1 and C one of {', '.join(REMASK_CRITERIA)}"
     )
 
 
@@ -76,28 +82,29 @@ def _threshold(text: str = REMASK_THRESHOLD) -> dict[str, float]:
 
 
 def needs_head(options: dict) -> bool:
-    """Whether a mode decodes with a head."""
+    """Return whether a mode with these options of `generate` decodes with a head."""
     if options["mrp_mode"] == "spec":
         return options.get("mrp_draft") != "self"
     return options["mrp_mode"] is not None and options.get("remask_criterion") != "backbone"
 
 
 def grid(kinds: Sequence[str], thresholds: Sequence[float], steps: Sequence[int], block_size: int) -> dict[str, dict]:
-    """Options of `generate` for every mode, by its name; `static`, one token a step, comes first.
+    """Return the options of `generate` of every mode of a grid, by name; `static`, one token a step, comes first.
 
     Args:
-        kinds: of `KINDS`: the names of `mode_options` without their numbers; `control` is `static` with 2 and with 4
-            tokens a step.
-        thresholds: T of `dynamic`, `wide-narrow` and `remask-*`.
-        steps: K of `spec*` and `direct`.
+        kinds: names out of `KINDS`, which are those of `mode_options` without their numbers; `control` is `static`
+            with 2 and with 4 tokens a step.
+        thresholds: values of T for `dynamic`, `wide-narrow` and `remask-*`.
+        steps: values of K for `spec*` and `direct`.
+        block_size: block size of the model.
 
     Raises:
-        ValueError: for an unknown kind, or a number out of range.
+        ValueError: if a kind is unknown, or a number is out of range.
     """
     names = [REFERENCE]
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(f"modes must be of {', '.join(KINDS)}, got {kind!r}.{nearest(kind, KINDS)}")
+            raise ValueError(f"modes must be out of {', '.join(KINDS)}, got {kind!r}.{nearest(kind, KINDS)}")
         if kind == "control":
             names += [f"static-{n}" for n in (2, 4) if block_size % n == 0]
         elif kind == "direct":
@@ -110,7 +117,7 @@ def grid(kinds: Sequence[str], thresholds: Sequence[float], steps: Sequence[int]
 
 
 def modes_of_the_head(modes: dict[str, dict]) -> dict[str, dict]:
-    """Those of a grid in which another head on the same backbone compares: `direct`, and `spec` that it drafts."""
+    """Return the modes of a grid that differ by head: `direct`, and `spec` with the head as drafter."""
     return {
         name: options
         for name, options in modes.items()
@@ -119,5 +126,5 @@ def modes_of_the_head(modes: dict[str, dict]) -> dict[str, dict]:
 
 
 def family(mode: str) -> str:
-    """Name of the curve that a mode is a point of: its name without the numbers."""
+    """Return the name of the curve that a mode is a point of: the mode's name without its numbers."""
     return re.sub(r"-\d+(\.\d+)?(?=-|$)", "", mode)

@@ -1,17 +1,42 @@
-"""Plots of an evaluation's summary, each as PNG and SVG. Needs matplotlib (the extra `plot`)."""
+"""Plots of an evaluation's summary, each as PNG and SVG. They need matplotlib (the extra `plot`)."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .frontier import pareto_front
+from .formatting import significant
+from .frontier import Point, pareto_front
 from .modes import family
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 FORMATS = ("png", "svg")
-SIZE = (7.0, 4.5)  # inches
+SIZE = (8.0, 4.8)  # inches
 BEFORE, AFTER = "#b0b0b0", "#1f77b4"
+# Curves may coincide: each has its own shape, and later ones are smaller and hollow, so that all remain visible.
+MARKERS = "osD^vP*XpH<>"
+LABEL_PLACES = [  # (x, y) in points from the labelled point, and how the text is aligned there; best first
+    ((x, y), side)
+    for distance in (9, 18, 28, 40)
+    for x, y, side in (
+        (distance, distance, "left"),
+        (-distance, distance, "right"),
+        (0, distance, "center"),
+        (distance, -3, "left"),
+        (-distance, -3, "right"),
+        (distance, -distance - 6, "left"),
+        (-distance, -distance - 6, "right"),
+        (0, -distance - 6, "center"),
+    )
+]
 
 
-def require_matplotlib():
-    """Raise a ValueError that says what to install when matplotlib is missing."""
+def require_matplotlib() -> None:
+    """Raise a ValueError that says what to install if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -20,33 +45,32 @@ def require_matplotlib():
         ) from error
 
 
-def write_plots(summary: dict, folder) -> list[Path]:
-    """Draw everything that the summary has figures for; returns the files.
+def write_plots(summary: dict, folder: str | Path, subject: str = "") -> list[Path]:
+    """Draw everything that the summary has figures for, and return the files.
 
     Args:
-        summary: of `summarise`, with `kl` of `kl_by_depth` where there is a head.
-        folder: made when missing.
+        summary: from `summarise`, with `kl` from `kl_by_depth` if there is a head.
+        folder: where to write; created if missing.
+        subject: model and task, for the titles.
 
     Raises:
-        ValueError: when matplotlib is not installed.
+        ValueError: if matplotlib is not installed.
     """
     require_matplotlib()
     folder, rows = Path(folder), summary["rows"]
     folder.mkdir(parents=True, exist_ok=True)
-    drawings = {"frontier": (draw_frontier, summary)}
-    drafting = _deepest(rows)
-    if drafting:
-        drawings["acceptance"] = (draw_acceptance, drafting)
-    drawings["position"] = (draw_positions, [row for row in rows if row is rows[0] or row["on_front"]])
+    figures = {}
+    if "aup" in summary:
+        figures["frontier"] = draw_frontier(summary, subject)
+    if drafting := _deepest(rows):
+        figures["acceptance"] = draw_acceptance(drafting, subject)
+    figures["position"] = draw_positions([row for row in rows if row is rows[0] or row["on_front"]], subject)
     if summary.get("kl") and summary["kl"]["before"]:
-        drawings["kl"] = (draw_kl, summary["kl"])
-    files = []
-    for name, (draw, content) in drawings.items():
-        files += _save(draw(content), folder / name)
-    return files
+        figures["kl"] = draw_kl(summary["kl"], subject)
+    return [file for name, figure in figures.items() for file in _save(figure, folder / name)]
 
 
-def _deepest(rows: list[dict]) -> list[dict]:
+def _deepest(rows: Sequence[dict]) -> list[dict]:
     """Of each family of modes that draft, the one with the longest chains: shorter ones lie on its curve."""
     deepest: dict[str, dict] = {}
     for row in rows:
@@ -56,77 +80,212 @@ def _deepest(rows: list[dict]) -> list[dict]:
     return list(deepest.values())
 
 
-def draw_frontier(summary: dict):
-    """Accuracy over tokens per forward: a curve for each family of modes, the Pareto front behind them."""
-    figure, axes = _figure("tokens per backbone forward", "accuracy")
+# -- the drawings
+
+
+def draw_frontier(summary: dict, subject: str = "") -> Figure:
+    """Draw accuracy over tokens per forward: a curve for each family of modes, and the Pareto front.
+
+    Args:
+        summary: from `summarise`, with scores.
+        subject: model and task, for the title.
+    """
+    title = f"Accuracy and speed (AUP of the front: {summary['aup']:.1f})"
+    figure, axes = _figure(title, subject, "tokens per forward of the backbone", "accuracy")
     rows = summary["rows"]
-    front = pareto_front((row["tokens_per_forward"], row["accuracy"]) for row in rows)
-    axes.plot(*zip(*front, strict=True), color="black", linestyle="--", linewidth=1, label="Pareto front", gid="front")
     curves: dict[str, list[dict]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["tokens_per_forward"]):
         curves.setdefault(family(row["mode"]), []).append(row)
-    for name, curve in curves.items():
-        curve = sorted(curve, key=lambda row: row["tokens_per_forward"])
-        speeds, accuracies, errors = (
-            [row[key] for row in curve] for key in ("tokens_per_forward", "accuracy", "standard_error")
-        )
-        axes.errorbar(speeds, accuracies, yerr=errors, marker="o", markersize=4, linewidth=1, capsize=2, label=name)
+    styles = {name: _style(number) for number, name in enumerate(dict.fromkeys(family(row["mode"]) for row in rows))}
+    bars = {row["mode"]: _error_bar(row) for row in rows}
+    for name, style in styles.items():
+        accuracies = [row["accuracy"] for row in curves[name]]
+        ends = [bars[row["mode"]] for row in curves[name]]
+        errors = [[abs(end - y) for end, y in zip(side, accuracies, strict=True)] for side in zip(*ends, strict=True)]
+        speeds = [row["tokens_per_forward"] for row in curves[name]]
+        axes.errorbar(speeds, accuracies, yerr=errors, capsize=2, elinewidth=0.6, label=name, **style)
+    front = pareto_front((row["tokens_per_forward"], row["accuracy"]) for row in rows)
+    axes.plot(
+        *zip(*front, strict=True), color="black", linestyle=(0, (4, 3)), linewidth=1, label="Pareto front", zorder=1
+    )
+    _leave_room(axes)
+    _legend(axes)
+    points = {row["mode"]: (row["tokens_per_forward"], row["accuracy"]) for row in rows}
+    labels = {}
     for point in front:
-        names = [row["mode"] for row in rows if (row["tokens_per_forward"], row["accuracy"]) == point]
-        axes.annotate(", ".join(names), point, xytext=(-4, 5), textcoords="offset points", fontsize=7, ha="right")
-    axes.set_title(f"AUP of the front: {summary['aup']:.1f}", fontsize=9)
-    axes.legend(fontsize=7)
+        modes = [mode for mode, place in points.items() if place == point]
+        labels[point] = ", ".join(modes), styles[family(modes[0])]["color"]
+    lines = [[points[row["mode"]] for row in curve] for curve in curves.values()]
+    lines += [[(points[mode][0], end) for end in ends] for mode, ends in bars.items()]
+    _label_points(figure, axes, labels, [*lines, front], list(points.values()))
     return figure
 
 
-def draw_acceptance(rows: list[dict]):
-    """Share of the drafts accepted, over their depth behind the backbone's certain step, for each of the rows."""
-    figure, axes = _figure("depth of the draft", "share accepted")
-    for row in rows:
-        axes.plot(range(1, 1 + len(row["acceptance"])), row["acceptance"], marker="o", markersize=4, label=row["mode"])
-    axes.set_ylim(0, 1.02)
-    _whole_ticks(axes, max(len(row["acceptance"]) for row in rows), first=1)
-    axes.legend(fontsize=7)
+def _leave_room(axes: Axes) -> None:
+    """Limits of the accuracy axis: not below 0, and with room for labels above the highest point."""
+    bottom, top = max(axes.get_ylim()[0], 0.0), min(axes.get_ylim()[1], 1.0)
+    axes.set_ylim(max(bottom - 0.1 * (top - bottom), 0), top + 0.2 * (top - bottom))
+    lowest = axes.get_ylim()[0]
+    axes.set_yticks([tick for tick in axes.get_yticks() if lowest <= tick <= 1])
+    axes.margins(x=0.12)
+
+
+def _error_bar(row: dict) -> tuple[float, float]:
+    """Accuracy minus and plus its standard error, within 0..1."""
+    return max(row["accuracy"] - row["standard_error"], 0.0), min(row["accuracy"] + row["standard_error"], 1.0)
+
+
+def draw_acceptance(rows: Sequence[dict], subject: str = "") -> Figure:
+    """Draw the share of drafts accepted over their depth after the backbone's certain step, a curve for each row.
+
+    Args:
+        rows: rows of `summarise` with drafts.
+        subject: model and task, for the title.
+    """
+    figure, axes = _figure("Drafts accepted", subject, "depth of the draft", "share accepted")
+    for number, row in enumerate(rows):
+        depths = range(1, 1 + len(row["acceptance"]))
+        axes.plot(depths, row["acceptance"], label=row["mode"], **_style(number))
+    axes.set_ylim(0, 1.03)
+    axes.set_xticks(range(1, 1 + max(len(row["acceptance"]) for row in rows)))
+    _legend(axes)
     return figure
 
 
-def draw_positions(rows: list[dict]):
-    """Tokens per forward of each position in the block; a token costs its share of the forward that revealed it."""
-    figure, axes = _figure("position in the block", "tokens per backbone forward")
-    for row in rows:
+def draw_positions(rows: Sequence[dict], subject: str = "") -> Figure:
+    """Draw tokens per forward at each position of the block; a token costs its share of the forward that revealed it.
+
+    Args:
+        rows: rows of `summarise`.
+        subject: model and task, for the title.
+    """
+    figure, axes = _figure(
+        "Speed by position in the block", subject, "position in the block", "tokens per forward of the backbone"
+    )
+    for number, row in enumerate(rows):
         values = [float("nan") if value is None else value for value in row["tokens_per_forward_by_position"]]
-        axes.plot(range(len(values)), values, marker="o", markersize=3, linewidth=1, label=row["mode"])
+        axes.plot(range(len(values)), values, label=row["mode"], **_style(number))
     axes.set_ylim(bottom=0)
-    _whole_ticks(axes, len(rows[0]["tokens_per_forward_by_position"]))
-    axes.legend(fontsize=6, ncols=2)
+    axes.set_xticks(range(len(rows[0]["tokens_per_forward_by_position"])))
+    _legend(axes)
     return figure
 
 
-def draw_kl(kl: dict):
-    """KL of the backbone's logits to its next ones, and of the corrected logits, by the number of steps between."""
-    figure, axes = _figure("steps since the backbone's forward", "KL to the backbone's logits, nats")
+def draw_kl(kl: dict, subject: str = "") -> Figure:
+    """Draw the KL from the backbone's later logits to the earlier ones, before and after the head's correction.
+
+    Args:
+        kl: from `kl_by_depth`.
+        subject: model and task, for the title.
+    """
+    figure, axes = _figure(
+        "KL to the backbone's own next logits",
+        subject,
+        "tokens revealed since the backbone's forward",
+        "KL, nats per masked token",
+    )
     depths = range(1, 1 + len(kl["before"]))
-    axes.bar([d - 0.2 for d in depths], kl["before"], width=0.4, color=BEFORE, label="before correction")
-    axes.bar([d + 0.2 for d in depths], kl["after"], width=0.4, color=AFTER, label="after correction")
-    _whole_ticks(axes, len(kl["before"]), first=1)
-    axes.legend(fontsize=8)
+    for shift, name, color in ((-0.2, "before", BEFORE), (0.2, "after", AFTER)):
+        bars = axes.bar(
+            [depth + shift for depth in depths], kl[name], width=0.38, color=color, label=f"{name} correction"
+        )
+        axes.bar_label(bars, [significant(value) for value in kl[name]], padding=2, fontsize=8)
+    axes.margins(y=0.1)
+    axes.grid(False, axis="x")
+    axes.set_axisbelow(True)
+    axes.set_xticks(depths)
+    _legend(axes)
     return figure
 
 
-def _figure(xlabel: str, ylabel: str):
+# -- what they share
+
+
+def _figure(title: str, subject: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
+    axes.set_title("\n".join(line for line in (title, subject) if line), fontsize=10)
     axes.grid(alpha=0.3)
     return figure, axes
 
 
-def _whole_ticks(axes, count: int, first: int = 0):
-    axes.set_xticks(range(first, first + count))
+def _style(number: int) -> dict:
+    """Colour and marker of curve number 0, 1, ...: later ones are drawn on top, smaller and hollow."""
+    hollow = {"markerfacecolor": "none", "markeredgewidth": 1.3} if number else {}
+    return hollow | {
+        "color": f"C{number % 10}",
+        "marker": MARKERS[number % len(MARKERS)],
+        "markersize": max(7.5 - number / 2, 5),
+        "linewidth": 1.2,
+        "zorder": 2 + number / 100,
+    }
 
 
-def _save(figure, stem: Path) -> list[Path]:
+def _legend(axes: Axes) -> None:
+    """A legend to the right of the axes, where it hides no curve."""
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, markerscale=0.8)
+
+
+def _label_points(
+    figure: Figure,
+    axes: Axes,
+    labels: dict[Point, tuple[str, str]],
+    lines: Iterable[Sequence[Point]],
+    markers: Iterable[Point],
+) -> None:
+    """Label points with (text, colour) where the text covers no line, marker or other label, if there is room."""
+    from matplotlib.text import Text
+
+    figure.draw_without_rendering()  # the layout decides where the axes lie
+    to_pixels, renderer = axes.transData.transform, figure._get_renderer()
+    inside, placed = axes.get_window_extent(renderer), []
+    line_pixels = [pixel for line in lines for pixel in _along(to_pixels(line))]
+    marker_pixels = [to_pixels(place) for place in markers]
+
+    def cost(box, rank: int) -> float:
+        covered = 5 * sum(box.contains(*pixel) for pixel in line_pixels)
+        covered += 50 * sum(box.padded(6).contains(*pixel) for pixel in marker_pixels)
+        covered += 100 * sum(box.overlaps(other) for other in placed)
+        outside = not (inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1))
+        return covered + 100 * outside + 2 * rank
+
+    for point, (text, color) in labels.items():
+        notes = [
+            axes.annotate(
+                text,
+                point,
+                xytext=to,
+                textcoords="offset points",
+                fontsize=8,
+                ha=side,
+                color=color,
+                arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkB": 4},
+            )
+            for to, side in LABEL_PLACES
+        ]
+        for note in notes:
+            note.set_in_layout(False)
+            note.update_positions(renderer)
+        boxes = [Text.get_window_extent(note, renderer).padded(2) for note in notes]  # of the text, without its arrow
+        best = min(range(len(notes)), key=lambda rank: cost(boxes[rank], rank))
+        placed.append(boxes[best])
+        for rank, note in enumerate(notes):
+            if rank != best:
+                note.remove()
+
+
+def _along(line: Sequence[Point], distance: float = 2.0) -> list[Point]:
+    """Places on a line, about `distance` apart, its corners included."""
+    places = [line[-1]]
+    for (x, y), (next_x, next_y) in zip(line, line[1:], strict=False):
+        steps = max(int(max(abs(next_x - x), abs(next_y - y)) / distance), 1)
+        places += [(x + (next_x - x) * i / steps, y + (next_y - y) * i / steps) for i in range(steps)]
+    return places
+
+
+def _save(figure: Figure, stem: Path) -> list[Path]:
     import matplotlib
 
     files = [stem.with_suffix(f".{extension}") for extension in FORMATS]

@@ -1,8 +1,8 @@
-"""Accuracy against tokens per backbone forward, over a grid of decoding modes, in a folder that can be continued.
+"""Decode and score every prompt in every decoding mode, in a folder where an interrupted run can be resumed.
 
 results.jsonl   one line per mode and prompt, appended as they are decoded
 manifest.json   what was run: settings, model, hash of the prompts, versions, machine
-summary.json    the figures (summary.py)
+summary.json    the figures (summary.py), written by `mrp eval`
 """
 
 import hashlib
@@ -10,18 +10,22 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.options import OPTION_NAMES, DecodingOptions
 
 from ..checkpoints.weight_files import backbone_hash, base_of
+from .decoding import Answer, decode_batch, prompt_ids
 from .scorers import Scorer
 
 logger = logging.get_logger(__name__)
@@ -31,15 +35,15 @@ PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides about the results of a run; only runs with equal settings continue one another.
+    """What determines the results of a run; a run can only be resumed with equal settings.
 
     Attributes:
-        modes: options of `generate` by the mode's name, `mrp_mode` among them; the first one is the reference.
-        scorer: its name.
-        max_new_tokens: per prompt.
+        modes: options of `generate` by the mode's name, `mrp_mode` among them; the first mode is the reference.
+        scorer: name of the scorer.
+        max_new_tokens: limit per prompt.
         batch_size: prompts decoded together.
-        seed: of sampling, set before every batch.
-        raw: whether prompts go without the chat template.
+        seed: seed of the sampling noise, set before every batch.
+        raw: do not apply the tokenizer's chat template.
         options: options of `generate` that all modes share.
     """
 
@@ -61,14 +65,11 @@ class Settings:
             raise ValueError("options holds mrp_mode, but each of modes sets its own: leave it out")
 
 
-# -- data
-
-
-def load_rows(path) -> list[dict]:
-    """The rows of a jsonl file; each has `prompt` (text or messages) or `messages`.
+def read_eval_rows(path: str | Path) -> list[dict]:
+    """Return the rows of a jsonl file; each has `prompt` (text or messages) or `messages`.
 
     Raises:
-        ValueError: naming the file and line.
+        ValueError: if a line is not such a row, naming file and line, or if there is none.
     """
     rows = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
@@ -77,7 +78,7 @@ def load_rows(path) -> list[dict]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: no JSON ({error})") from error
+            raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from error
         if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
             raise ValueError(f"{path}, line {number}: expected an object with 'prompt' or 'messages'")
         rows.append(row)
@@ -86,193 +87,109 @@ def load_rows(path) -> list[dict]:
     return rows
 
 
-def prompt_ids(tokenizer, row: dict, raw: bool = False) -> list[int]:
-    """Token ids of a row's prompt, through the chat template when there is one.
-
-    Raises:
-        ValueError: for messages without a chat template, or `raw`.
-    """
-    prompt = row.get("messages") or row["prompt"]
-    templated = tokenizer.chat_template is not None and not raw
-    if isinstance(prompt, list) and not templated:
-        raise ValueError("the data has messages, but there is no chat template to write them with (or raw is set)")
-    if not templated:
-        return tokenizer(prompt)["input_ids"]
-    chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-# -- decoding
-
-
-class RevealTrace:
-    """A streamer that notes the round in which each new token was revealed, `rounds` [R, T], counted from 1.
-
-    A round is one forward of the backbone for every row that runs. Columns behind a row's end mean nothing.
-    """
-
-    def __init__(self, mask_token_id: int, max_new_tokens: int):
-        self.mask_token_id = mask_token_id
-        self.max_new_tokens = max_new_tokens
-        self.rounds = None
-        self.round = 1
-        self.done = 0  # columns that are finished
-
-    def put(self, value):
-        if self.rounds is None:  # the prompts
-            self.rounds = torch.zeros(len(value), self.max_new_tokens, dtype=torch.long)
-            return
-        self._note(value[:, None])
-        self.done += 1
-
-    def put_draft(self, value):
-        self._note(value)
-        self.round += 1
-
-    def end(self):
-        pass
-
-    def _note(self, tokens):
-        seen = self.rounds[:, self.done : self.done + tokens.shape[1]]
-        shown = tokens[:, : seen.shape[1]] != self.mask_token_id
-        seen[(seen == 0) & shown] = self.round
-        seen[~shown] = 0  # taken back: what counts is the last time that it was revealed
-
-    def costs(self, row: int, length: int) -> torch.Tensor:
-        """What share of a forward each of the first `length` tokens of a row has cost, [length].
-
-        A forward is shared equally by the tokens that it revealed; one that revealed only what lies behind the end
-        of text, or what was taken back later, is nobody's.
-        """
-        rounds = self.rounds[row, :length]
-        return 1 / rounds.bincount()[rounds].double()
-
-
-@torch.no_grad()
-def decode_batch(model, prompts: list[list[int]], options: dict, max_new_tokens: int, seed: int = 0) -> list[dict]:
-    """Decode prompts together; figures of each, of its new tokens up to and with the end of text.
-
-    Args:
-        prompts: token ids.
-        options: of `generate`; decoding options that it does not name take the package's default, whatever the
-            checkpoint's generation config says.
-
-    Returns:
-        Per prompt: token_ids; forwards, head_forwards and prefill_forwards; drafts proposed and accepted by depth;
-        by position in the block [B] tokens and the forwards they have cost; seconds (an equal share of the batch's).
-    """
-    longest = max(len(prompt) for prompt in prompts)
-    pad = model.config.pad_token_id or 0
-    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    trace = RevealTrace(model.config.mask_token_id, max_new_tokens)
-    torch.manual_seed(seed)
-    began = time.perf_counter()
-    output = model.generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=max_new_tokens,
-        pad_token_id=pad,
-        streamer=trace,
-        return_dict_in_generate=True,
-        **dict.fromkeys(OPTION_NAMES) | {"do_sample": False} | options,
-    )
-    new = output.sequences[:, longest:].tolist()  # synchronises
-    seconds = (time.perf_counter() - began) / len(prompts)
-    stats = {name: value.tolist() for name, value in vars(output.stats).items()}
-    size, results = options.get("block_size") or model.config.block_size, []
-    for row, prompt in enumerate(prompts):
-        length = stats["tokens_by_backbone"][row] + stats["tokens_by_head"][row]
-        position = (len(prompt) + torch.arange(length)) % size
-        costs = torch.zeros(size, dtype=torch.double).index_add(0, position, trace.costs(row, length))
-        results.append(
-            {
-                "token_ids": new[row][:length],
-                "forwards": stats["backbone_forwards"][row],
-                "head_forwards": stats["head_forwards"][row],
-                "prefill_forwards": stats["prefill_forwards"][row],
-                "proposed": stats["drafts_proposed"][row],
-                "accepted": stats["drafts_accepted"][row],
-                "position_tokens": position.bincount(minlength=size).tolist(),
-                "position_forwards": [round(cost, 6) for cost in costs.tolist()],
-                "seconds": seconds,
-            }
-        )
-    return results
-
-
-# -- a run
-
-
 def evaluate(
-    model,
-    tokenizer,
+    model: MRPForDiffusionLM,
+    tokenizer: PreTrainedTokenizerBase,
     rows: list[dict],
-    scorer: Scorer,
+    scorer: Scorer | None,
     settings: Settings,
-    folder,
+    folder: str | Path | None = None,
     after_batch: Callable[[], None] = lambda: None,
 ) -> list[dict]:
-    """Decode and score every row in every mode, going on where an earlier run into `folder` stopped.
+    """Decode and score every row in every mode, and return a record for each.
 
     Args:
-        rows: of the data, see `load_rows`.
-        scorer: function of (completion, row) to a bool or a share in 0..1.
-        after_batch: called when a batch's results are on the disk.
+        model: the model, in eval mode on its device.
+        tokenizer: its tokenizer.
+        rows: rows of the data, see `read_eval_rows`.
+        scorer: function of (completion, row) that returns a bool or a share in 0..1; None: scores are None.
+        settings: how to decode.
+        folder: where the results are kept. A run that was interrupted there is resumed; None keeps nothing.
+        after_batch: called after each batch, once its results are on the disk.
 
     Returns:
-        All records: those of `decode_batch` with mode, index of the row, text and score.
+        All records, those of an interrupted run included: the fields of `Answer.record`, and mode, index of the
+        row, text and score.
 
     Raises:
-        ValueError: for a mode that the checkpoint cannot run, or a folder that belongs to another run.
+        ValueError: if the checkpoint cannot run a mode, the folder belongs to another run, or the scorer fails.
     """
     for options in settings.modes.values():
         known = {name: value for name, value in (settings.options | options).items() if name in OPTION_NAMES}
         DecodingOptions.resolve(known, model.config)
-    folder = Path(folder)
-    records = open_run(folder, manifest_of(model, rows, settings))
+    records = [] if folder is None else open_run(Path(folder), manifest_of(model, rows, settings))
     done = {(record["mode"], record["index"]) for record in records}
     prompts = [prompt_ids(tokenizer, row, settings.raw) for row in rows]
-    todo = len(rows) * len(settings.modes) - len(done)
-    if todo:  # the first call is slower: of every mode's time it should be in none
-        decode_batch(model, prompts[: settings.batch_size], settings.options, model.config.block_size)
-    bar = tqdm(total=todo + len(done), initial=len(done), unit="prompt", disable=None)
-    with bar, open(folder / "results.jsonl", "a", encoding="utf-8") as file:
+    total = len(rows) * len(settings.modes)
+    if len(done) < total:  # the first call of all is slower, and should not count as any mode's time
+        decode_batch(model, prompts[: settings.batch_size], settings.options, model.config.block_size, trace=True)
+    bar = tqdm(total=total, initial=len(done), unit="prompt", disable=None)
+    with bar, _appending(folder) as append:
         for mode, options in settings.modes.items():
             bar.set_description(mode)
             for start in range(0, len(rows), settings.batch_size):
                 batch = range(start, min(start + settings.batch_size, len(rows)))
-                if all((mode, index) in done for index in batch):
+                missing = [index for index in batch if (mode, index) not in done]
+                if not missing:
                     continue
-                # all of it, even what is there already: a prompt's neighbours are those of an unbroken run
-                decoded = decode_batch(
-                    model,
-                    [prompts[index] for index in batch],
-                    settings.options | options,
-                    settings.max_new_tokens,
-                    settings.seed,
-                )
-                for index, result in zip(batch, decoded, strict=True):
-                    if (mode, index) in done:
-                        continue
-                    text = tokenizer.decode(result["token_ids"], skip_special_tokens=True)
+                # the whole batch, even where some of it is done: its rows decode beside the same neighbours, with
+                # the same noise, as in a run that was not interrupted
+                answers = _decode(model, [prompts[index] for index in batch], options, settings)
+                for index in missing:
+                    answer = answers[index - start]
+                    text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
                     score = _score(scorer, text, rows[index], index, settings.scorer)
-                    records.append({"mode": mode, "index": index, "text": text, "score": score} | result)
-                    file.write(json.dumps(records[-1]) + "\n")
-                    file.flush()
+                    records.append({"mode": mode, "index": index, "text": text, "score": score} | answer.record())
+                    append(records[-1])
                     bar.update()
                 after_batch()
     return records
 
 
-def evaluate_full_head(full, tokenizer, rows: list[dict], scorer: Scorer, settings: Settings, folder) -> list[dict]:
-    """As `evaluate`, into `folder`/full-head, of a head without residual; its modes are named ...-full."""
+def _decode(model, prompts: list[list[int]], options: dict, settings: Settings) -> list[Answer]:
+    options = settings.options | options
+    return decode_batch(model, prompts, options, settings.max_new_tokens, seed=settings.seed, trace=True)
+
+
+@contextmanager
+def _appending(folder: str | Path | None) -> Iterator[Callable[[dict], None]]:
+    """A function that appends a record to the folder's results at once; without a folder it does nothing."""
+    if folder is None:
+        yield lambda record: None
+        return
+    with open(Path(folder) / "results.jsonl", "a", encoding="utf-8") as file:
+
+        def append(record: dict):
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+
+        yield append
+
+
+def evaluate_full_head(
+    full: MRPForDiffusionLM,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[dict],
+    scorer: Scorer | None,
+    settings: Settings,
+    folder: str | Path,
+) -> list[dict]:
+    """Run `evaluate` into `folder`/full-head with a head that predicts the full distribution.
+
+    Args:
+        full: the same backbone with such a head (mrp_residual false).
+        tokenizer, rows, scorer, settings, folder: as in `evaluate`.
+
+    Returns:
+        The records; the names of their modes end in -full.
+    """
     records = evaluate(full, tokenizer, rows, scorer, settings, Path(folder) / "full-head")
     return [record | {"mode": f"{record['mode']}-full"} for record in records]
 
 
-def _score(scorer: Scorer, text: str, row: dict, index: int, name: str) -> float:
+def _score(scorer: Scorer | None, text: str, row: dict, index: int, name: str) -> float | None:
+    if scorer is None:
+        return None
     try:
         score = scorer(text, row)
     except Exception as error:
@@ -283,10 +200,10 @@ def _score(scorer: Scorer, text: str, row: dict, index: int, name: str) -> float
 
 
 def open_run(folder: Path, manifest: dict) -> list[dict]:
-    """The records that a folder holds already; writes the manifest of a new run.
+    """Return the records that a folder holds already, and write the manifest if it holds none.
 
     Raises:
-        ValueError: when the folder holds a run with other settings, naming what differs.
+        ValueError: if the folder holds a run with another model, other settings or prompts, or damaged files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, results = folder / "manifest.json", folder / "results.jsonl"
@@ -304,12 +221,12 @@ def open_run(folder: Path, manifest: dict) -> list[dict]:
     ]
     if differing:
         raise ValueError(
-            f"{folder} holds a run that differs in {', '.join(differing)}: choose another output folder, or give the "
-            "settings of that run to go on with it"
+            f"{folder} holds a run that differs in {', '.join(differing)}: choose another output folder, or use the "
+            "settings of that run to resume it"
         )
     for part in ("versions", "machine"):
         if manifest[part] != earlier[part]:
-            logger.warning("this run goes on with one whose %s were %s", part, earlier[part])
+            logger.warning("resuming a run whose %s were %s", part, earlier[part])
     content = results.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]  # a killed run may have left half a line
     if whole != content:
@@ -324,8 +241,8 @@ def _parsed(path: Path, text: str) -> dict:
         raise ValueError(f"{path} is damaged ({error}): choose another output folder") from error
 
 
-def manifest_of(model, rows: list[dict], settings: Settings) -> dict:
-    """What was run, on what and with what."""
+def manifest_of(model: MRPForDiffusionLM, rows: list[dict], settings: Settings) -> dict:
+    """Return what identifies a run (model, settings, prompts), and its versions, machine and start time."""
     base, revision = base_of(model)
     head = hashlib.sha256()
     if model.mrp_head is not None:
@@ -358,8 +275,8 @@ def _canonical(rows: list[dict]) -> bytes:
     return json.dumps(rows, sort_keys=True, ensure_ascii=False).encode("utf-8")
 
 
-def write_json(path: Path, content):
-    """Write JSON so that the file is there whole or not at all."""
+def write_json(path: Path, content: object) -> None:
+    """Write JSON to a file that appears complete or not at all, even if the process is killed meanwhile."""
     partial = path.with_name(path.name + ".part")
     partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)

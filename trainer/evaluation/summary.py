@@ -1,35 +1,37 @@
-"""Figures of an evaluation: one row per mode, the Pareto front, the area under each curve."""
+"""Figures of an evaluation: one row per mode, the Pareto front, the area under each curve, and their table."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from .decoding import Answer, Totals
+from .formatting import significant
 from .frontier import area_under_parallelism, pareto_front
 from .modes import family
 
 
 @dataclass(frozen=True)
 class ModeFigures:
-    """One mode's figures over all prompts.
+    """The figures of one mode over all prompts.
 
     Attributes:
-        mode: its name.
-        accuracy: mean score, and its standard_error.
-        tokens_per_forward: new tokens per forward of the backbone, all forwards counted.
-        forwards, head_forwards: of all prompts together, one counted once for every prompt that takes part in it.
+        mode: name of the mode.
+        accuracy, standard_error: mean score and its standard error; None without a scorer.
+        tokens_per_forward: new tokens per forward of the backbone, every forward counted.
+        forwards, head_forwards: over all prompts; a forward counts once for each prompt that takes part in it.
         tokens: new tokens, those that end a text included.
-        seconds: of decoding, all prompts together.
+        seconds: decoding time of all prompts.
         time_ratio: the reference's seconds over this mode's; above 1 is faster.
-        identical: share of answers that are token for token the reference's.
-        acceptance: share of the drafts proposed at depth 1, 2, ... behind the backbone's certain step that were
-            accepted; a draft behind a refused one is refused.
-        tokens_per_forward_by_position: by position in the block; what a token costs is its share of the forward that
+        identical: share of the answers that equal the reference's token for token.
+        acceptance: share of the drafts proposed at depth 1, 2, ... after the backbone's certain step that were
+            accepted; a draft after a rejected one is rejected.
+        tokens_per_forward_by_position: by position in the block; a token costs its share of the forward that
             revealed it. None where no token fell.
-        on_front: whether no other mode beats it in accuracy or speed without losing in the other.
+        on_front: whether no other mode is better in accuracy or speed without being worse in the other.
     """
 
     mode: str
-    accuracy: float
-    standard_error: float
+    accuracy: float | None
+    standard_error: float | None
     tokens_per_forward: float
     forwards: int
     head_forwards: int
@@ -42,99 +44,111 @@ class ModeFigures:
     on_front: bool
 
 
-def summarise(records: list[dict], modes: Sequence[str]) -> dict:
-    """Figures of the records of `evaluate`.
+def summarise(records: Sequence[dict], modes: Sequence[str]) -> dict:
+    """Return the figures of the records of `evaluate`.
 
     Args:
-        modes: names, the reference first.
+        records: the records, of all modes.
+        modes: names of the modes, the reference first.
 
     Returns:
-        rows (`ModeFigures` as dicts); aup, of the Pareto front of all modes; aup_by_family, of each mode over its
-        thresholds or steps, with the reference as the slow end of every curve.
+        `rows`, a `ModeFigures` as a dict for each mode. With scores also `aup`, the area under the Pareto front of
+        all modes, and `aup_by_family`, that of each kind of mode over its thresholds or steps, with the reference as
+        the slow end of every curve.
     """
     by_mode: dict[str, list[dict]] = {mode: [] for mode in modes}
     for record in records:
         by_mode[record["mode"]].append(record)
-    reference = {record["index"]: record for record in by_mode[modes[0]]}
-    points = {mode: _point(by_mode[mode]) for mode in modes}
+    rows = [_figures(mode, by_mode[mode], by_mode[modes[0]]) for mode in modes]
+    if rows[0].accuracy is None:
+        return {"rows": [asdict(row) for row in rows]}
+    points = {row.mode: (row.tokens_per_forward, row.accuracy) for row in rows}
     front = pareto_front(points.values())
-    rows = [_figures(mode, by_mode[mode], reference, points[mode] in front) for mode in modes]
-    best = max(accuracy for _, accuracy in points.values())
+    best = max(row.accuracy for row in rows)
     families: dict[str, list] = {}
     for mode in modes[1:]:
         families.setdefault(family(mode), [points[modes[0]]]).append(points[mode])
     return {
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(row) | {"on_front": points[row.mode] in front} for row in rows],
         "aup": area_under_parallelism(front, best),
         "aup_by_family": {name: area_under_parallelism(curve, best) for name, curve in families.items()},
     }
 
 
-def _point(records: list[dict]) -> tuple[float, float]:
-    tokens = sum(len(record["token_ids"]) for record in records)
-    speed = tokens / sum(record["forwards"] for record in records)
-    return speed, sum(record["score"] for record in records) / len(records)
-
-
-def _figures(mode: str, records: list[dict], reference: dict[int, dict], on_front: bool) -> ModeFigures:
-    count = len(records)
-    speed, accuracy = _point(records)
-    spread = sum((record["score"] - accuracy) ** 2 for record in records)
-    seconds = sum(record["seconds"] for record in records)
-    same = sum(record["token_ids"] == reference[record["index"]]["token_ids"] for record in records)
-    proposed, accepted = _sums(records, "proposed"), _sums(records, "accepted")
-    tokens, cost = _sums(records, "position_tokens"), _sums(records, "position_forwards")
+def _figures(mode: str, records: list[dict], reference: list[dict]) -> ModeFigures:
+    totals = Totals.of(map(Answer.from_record, records))
+    accuracy, error = _mean_and_error([record["score"] for record in records])
+    expected = {record["index"]: record["token_ids"] for record in reference}
+    same = sum(record["token_ids"] == expected[record["index"]] for record in records)
     return ModeFigures(
         mode=mode,
         accuracy=accuracy,
-        standard_error=(spread / (count * max(count - 1, 1))) ** 0.5,
-        tokens_per_forward=speed,
-        forwards=sum(record["forwards"] for record in records),
-        head_forwards=sum(record["head_forwards"] for record in records),
-        tokens=sum(len(record["token_ids"]) for record in records),
-        seconds=seconds,
-        time_ratio=sum(record["seconds"] for record in reference.values()) / seconds,
-        identical=same / count,
-        acceptance=[a / p for a, p in zip(accepted[1:], proposed[1:], strict=True) if p],
-        tokens_per_forward_by_position=[t / c if t else None for t, c in zip(tokens, cost, strict=True)],
-        on_front=on_front,
+        standard_error=error,
+        tokens_per_forward=totals.tokens_per_forward,
+        forwards=totals.forwards,
+        head_forwards=totals.head_forwards,
+        tokens=totals.tokens,
+        seconds=totals.seconds,
+        time_ratio=sum(record["seconds"] for record in reference) / totals.seconds,
+        identical=same / len(records),
+        acceptance=totals.acceptance,
+        tokens_per_forward_by_position=totals.tokens_per_forward_by_position,
+        on_front=False,
     )
 
 
-def _sums(records: list[dict], name: str) -> list[float]:
-    return [sum(values) for values in zip(*(record[name] for record in records), strict=True)]
+def _mean_and_error(scores: list[float | None]) -> tuple[float | None, float | None]:
+    if None in scores:
+        return None, None
+    count = len(scores)
+    mean = sum(scores) / count
+    spread = sum((score - mean) ** 2 for score in scores)
+    return mean, (spread / (count * max(count - 1, 1))) ** 0.5
+
+
+# -- the table
+
+COLUMNS = {  # heading: text of a row's cell
+    "mode": lambda row: row["mode"],
+    "accuracy": lambda row: f"{row['accuracy']:.3f}",
+    "± s.e.": lambda row: f"{row['standard_error']:.3f}",
+    "tokens/forward": lambda row: f"{row['tokens_per_forward']:.2f}",
+    "forwards": lambda row: str(row["forwards"]),
+    "head forwards": lambda row: str(row["head_forwards"]),
+    "time ratio": lambda row: f"{row['time_ratio']:.2f}x",
+    "identical": lambda row: f"{row['identical']:.1%}",
+    "accepted at depth 1, 2, ...": lambda row: " ".join(f"{rate:.2f}" for rate in row["acceptance"]),
+    "front": lambda row: "*" if row["on_front"] else "",
+}
+NEED_SCORES = ("accuracy", "± s.e.", "front")
+
+
+def rows_table(rows: Sequence[dict], columns: Sequence[str] = tuple(COLUMNS)) -> str:
+    """Return the rows of a summary as a Markdown table.
+
+    Args:
+        rows: rows of `summarise`.
+        columns: headings out of `COLUMNS`; those that need scores are left out where there are none.
+    """
+    if rows[0]["accuracy"] is None:
+        columns = [name for name in columns if name not in NEED_SCORES]
+    lines = [list(columns), *([COLUMNS[name](row) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "| " + " | ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )
 
 
 def table(summary: dict) -> str:
-    """The rows as a Markdown table, the area under the curves below it."""
-    head = "mode", "accuracy", "± s.e.", "tokens/forward", "forwards", "head forwards", "time ratio", "identical"
-    lines = [[*head, "accepted at depth 1, 2, ...", "front"]]
-    for row in summary["rows"]:
-        lines.append(
-            [
-                row["mode"],
-                f"{row['accuracy']:.3f}",
-                f"{row['standard_error']:.3f}",
-                f"{row['tokens_per_forward']:.2f}",
-                str(row["forwards"]),
-                str(row["head_forwards"]),
-                f"{row['time_ratio']:.2f}x",
-                f"{row['identical']:.1%}",
-                " ".join(f"{rate:.2f}" for rate in row["acceptance"]),
-                "*" if row["on_front"] else "",
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    written = ["| " + " | ".join(f"{c:{w}}" for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    areas = [f"{name} {area:.1f}" for name, area in summary["aup_by_family"].items()]
-    written += ["", f"AUP (area under accuracy over tokens per forward) of the front: {summary['aup']:.1f}"]
-    written += [f"by curve: {', '.join(areas)}"] if areas else []
-    if summary.get("kl"):
-        pairs = (f"{before:.3f} > {after:.3f}" for before, after in zip(*_kl(summary), strict=True))
-        written.append(f"KL to the backbone's next logits before > after correction, by depth: {', '.join(pairs)}")
+    """Return a summary as text: the table of all modes, the areas under the curves, and KL before and after."""
+    written = [rows_table(summary["rows"])]
+    if "aup" in summary:
+        written += ["", f"AUP (area under accuracy over tokens per forward) of the front: {summary['aup']:.1f}"]
+        areas = [f"{name} {area:.1f}" for name, area in summary["aup_by_family"].items()]
+        written += [f"by curve: {', '.join(areas)}"] if areas else []
+    if kl := summary.get("kl"):
+        pairs = zip(kl["before"], kl["after"], strict=True)
+        shown = ", ".join(f"{significant(before)} > {significant(after)}" for before, after in pairs)
+        written.append(f"KL to the backbone's next logits before > after correction, by depth: {shown}")
     return "\n".join(written)
-
-
-def _kl(summary: dict) -> tuple[list[float], list[float]]:
-    return summary["kl"]["before"], summary["kl"]["after"]

@@ -1,69 +1,63 @@
-"""`mrp trajectories`: the states that decoding visits, as data for the head.
+"""`mrp trajectories`: the states that decoding visits, as training data for the head.
 
 The backbone decodes the prompts by itself. Its text, and the denoising step at which each token was revealed, give
-every state of every block on the way; `spec` accepts a draft only where it is the next of them.
+every state that each block went through; `spec` accepts a draft only if it leads to the next of these states.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from datasets import Dataset
+
+from modeling_mrp import MRPForDiffusionLM
 
 from ..commands.cli import command_parser
 from ..data.rows import load_source, pack, prepare_dataset
-from .acceptance import left_padded, prompts_of
+from .acceptance import prompts_of
+from .decoding import decode_prompts, end_of_text_ids
+
+# the same text as by the backbone alone, in fewer forwards
+LOSSLESS = {"mrp_mode": "spec", "mrp_draft": "self", "mrp_steps": 2, "do_sample": False}
 
 
-@torch.no_grad()
 def trajectories(
-    model, prompts: Sequence[list[int]], *, max_new_tokens: int, batch_size: int = 64, **options
+    model: MRPForDiffusionLM, prompts: Sequence[list[int]], *, max_new_tokens: int, batch_size: int = 64, **options
 ) -> Iterator[dict]:
-    """Rows for `MRPTrainer` with the model's own answers, in the order of the prompts.
+    """Yield rows for `MRPTrainer` with the model's own answers, in the order of the prompts.
 
     Args:
-        model: an `MRPForDiffusionLM` in eval mode; its backbone alone decides.
-        prompts: token ids of each.
-        max_new_tokens: per prompt.
+        model: the model, in eval mode; only its backbone decides what is revealed.
+        prompts: token ids of each prompt.
+        max_new_tokens: limit per prompt.
         batch_size: prompts decoded together.
-        options: of `generate`, such as the step rule; `mrp_mode="spec"` gives the same rows in fewer forwards.
+        **options: options of `generate`, such as the step rule; those not named are the checkpoint's own.
 
     Yields:
-        `input_ids`, `answer_mask`, `lengths` and `sample_ids` as in data.py, and `reveal_steps` [S]: the denoising
-        step, within its block, at which decoding revealed each token, -1 in the prompt. A last block goes on with
-        end of text behind its first one; what decoding left masked there has -1 too.
+        A row with `input_ids`, `answer_mask`, `lengths` and `sample_ids` as in `mrp_trainer.data.rows`, and
+        `reveal_steps` [S]: the denoising step, within its block, that revealed each token, -1 in the prompt. When a
+        text ends within a block, the rest of that block is filled with the end-of-text token, with the step -1 where
+        decoding left a mask.
     """
-    size, eos = model.config.block_size, _eos(model)
-    for start in range(0, len(prompts), batch_size):
-        group = prompts[start : start + batch_size]
-        inputs = left_padded(group, model)
-        out = model.generate(
-            **inputs,
-            **{"mrp_mode": "spec", "mrp_draft": "self", "mrp_steps": 2, "do_sample": False} | options,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=model.config.pad_token_id or 0,
-            return_dict_in_generate=True,
-        )
-        width = inputs["input_ids"].shape[1]
-        lengths = out.stats.tokens_by_backbone + out.stats.tokens_by_head
-        for number, (prompt, length) in enumerate(zip(group, lengths.tolist(), strict=True)):
-            answer = out.sequences[number, width : width + length].tolist()
-            steps = out.reveal_steps[number, width:].tolist()
-            if answer[-1] in eos:
-                answer += [answer[-1]] * (-(len(prompt) + len(answer)) % size)
-            steps = (steps + [-1] * size)[: len(answer)]
-            yield {
-                "input_ids": prompt + answer,
-                "answer_mask": [0] * len(prompt) + [1] * len(answer),
-                "lengths": [len(prompt) + len(answer)],
-                "sample_ids": [start + number],
-                "reveal_steps": [-1] * len(prompt) + steps,
-            }
+    size, options = model.config.block_size, LOSSLESS | options
+    ends = end_of_text_ids(model, options)
+    answers = decode_prompts(model, prompts, options, max_new_tokens, batch_size, checkpoint_defaults=True)
+    for number, (prompt, decoded) in enumerate(zip(prompts, answers, strict=True)):
+        answer = decoded.token_ids
+        if answer[-1] in ends:
+            answer = answer + [answer[-1]] * (-(len(prompt) + len(answer)) % size)
+        steps = (decoded.reveal_steps + [-1] * size)[: len(answer)]
+        yield {
+            "input_ids": prompt + answer,
+            "answer_mask": [0] * len(prompt) + [1] * len(answer),
+            "lengths": [len(prompt) + len(answer)],
+            "sample_ids": [number],
+            "reveal_steps": [-1] * len(prompt) + steps,
+        }
 
 
 def packed(rows: Sequence[dict], sequence_length: int) -> list[dict]:
-    """Several rows of `trajectories` in one, up to `sequence_length` tokens; longer ones stay by themselves."""
+    """Join rows of `trajectories` into rows of up to `sequence_length` tokens; longer ones stay by themselves."""
     lengths = [min(row["lengths"][0], sequence_length) for row in rows]
     return [
         {column: [value for member in members for value in rows[member][column]] for column in rows[0]}
@@ -74,10 +68,10 @@ def packed(rows: Sequence[dict], sequence_length: int) -> list[dict]:
 def with_room(
     prompts: Sequence[list[int]], max_new_tokens: int, block_size: int, sequence_length: int
 ) -> list[list[int]]:
-    """The prompts whose longest answer, up to the end of its last block, stays within `sequence_length` tokens.
+    """Return the prompts whose longest answer, up to the end of its last block, fits into `sequence_length` tokens.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: if no prompt does.
     """
     room = sequence_length // block_size * block_size - max_new_tokens
     kept = [prompt for prompt in prompts if len(prompt) <= room]
@@ -87,11 +81,6 @@ def with_room(
             "raise --sequence-length or lower --max-new-tokens"
         )
     return kept
-
-
-def _eos(model) -> set[int]:
-    eos = model.generation_config.eos_token_id
-    return {eos} if isinstance(eos, int) else set(eos or ())
 
 
 def main(argv: list[str]):
