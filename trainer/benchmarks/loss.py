@@ -1,10 +1,8 @@
 """`mrp bench loss`: the residual loss against plain PyTorch, torch.compile and Liger, in time and peak memory."""
 
-import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,8 +11,6 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from ..losses.linear_kl import auto_chunk_rows, linear_kl, linear_kl_and_choice
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -172,48 +168,3 @@ def _timed(step: Callable[[], object]) -> float:
 
 def _ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base is not None else None
-
-
-def _table(results: list[dict]) -> str:
-    lines = [f"{'':11} {'seconds':>9} {'MB':>9} {'time/naive':>11} {'memory/naive':>13} {'time/gemms':>11}"]
-    for row in results:
-        if row["note"] is not None:
-            lines.append(f"{row['name']:11} cannot run: {row['note']}")
-            continue
-        ratios = [row["time_ratio"], row["memory_ratio"], row["gemm_ratio"]]
-        cells = ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
-        lines.append(
-            f"{row['name']:11} {row['seconds']:9.4f} {row['peak_bytes'] / 1e6:9.1f} "
-            f"{cells[0]:>11} {cells[1]:>13} {cells[2]:>11}"
-        )
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of `mrp bench loss`."""
-    parser = argparse.ArgumentParser(
-        prog="mrp bench loss",
-        description=__doc__,
-        epilog="example: mrp bench loss --rows 8192 --hidden-size 2560 --dtype bfloat16 --device cuda",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--rows", type=int, default=512, help="supervised positions N")
-    parser.add_argument("--vocab-size", type=int, default=151936, help="vocabulary V")
-    parser.add_argument("--hidden-size", type=int, default=256, help="hidden size H")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of hidden states and weight")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each, interleaved")
-    parser.add_argument("--chunk-rows", type=int, default=None, help="rows whose logits exist at one time (auto)")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    options = parser.parse_args(argv)
-    results = bench_loss(
-        rows=options.rows,
-        vocab_size=options.vocab_size,
-        hidden_size=options.hidden_size,
-        dtype=DTYPES[options.dtype],
-        device=options.device,
-        repeats=options.repeats,
-        chunk_rows=options.chunk_rows or "auto",
-    )
-    print(json.dumps({"rows": results}) if options.json else _table(results))
-    return 0

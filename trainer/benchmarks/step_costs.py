@@ -1,9 +1,12 @@
 """What the parts of a decoding step cost, and the speed-up of `spec` that follows from them."""
 
+import json
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -104,3 +107,47 @@ def interpolate(points: dict[int, float], at: int) -> float:
         return points[at]
     lower = known[bisect_left(known, at) - 1]
     return points[lower] + (points[upper] - points[lower]) * (at - lower) / (upper - lower)
+
+
+def read_accepted(path: str) -> list[float]:
+    """The rates of an acceptance file, or of the deepest `spec-K` row in the output of `mrp bench decode --json`.
+
+    Raises:
+        ValueError: when the file does not hold {"accepted": [rates between 0 and 1]}, nor such a row.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON file: {error}") from error
+    if isinstance(values, dict) and "rows" in values:
+        rows = values["rows"] if isinstance(values["rows"], list) else []
+        rows = [row for row in rows if isinstance(row, dict) and re.fullmatch(r"spec-\d+", str(row.get("mode")))]
+        found = [row["accepted"] for row in rows if isinstance(row.get("accepted"), list)]
+        values = {"accepted": max(found, key=len, default=None)}
+    rates = values.get("accepted") if isinstance(values, dict) else None
+    if not isinstance(rates, list) or not all(isinstance(r, int | float) and 0 <= r <= 1 for r in rates):
+        raise ValueError(
+            f'{path} must hold {{"accepted": [rates between 0 and 1]}}, or what `mrp bench decode MODEL --modes spec-8'
+            f" --json` prints, got {str(values)[:80]}"
+        )
+    return [float(rate) for rate in rates]
+
+
+def result_rows(costs: Costs, candidates: Sequence[int], accepted: list[float] | None, block_size: int) -> list[dict]:
+    """What the table shows, one dict for each K; predictions are None without rates for all its K - 1 drafts."""
+    rows = []
+    for k in candidates:
+        known = accepted is not None and len(accepted) >= k - 1
+        rows.append(
+            {
+                "shape": costs.shape,
+                "batch_size": costs.batch_size,
+                "candidates": k,
+                "verification_seconds": costs.verification(k),
+                "verification_ratio": costs.ratio(k),
+                "drafting_seconds": (k - 1) * costs.draft,
+                "forwards_saved": forwards_saved(k, accepted, block_size) if known else None,
+                "speedup": costs.speedup(k, accepted, block_size) if known else None,
+            }
+        )
+    return rows

@@ -1,11 +1,8 @@
 """`mrp bench train`: the training step of MRPTrainer against the forwards and the backward it cannot avoid."""
 
-import argparse
-import json
 import statistics
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,13 +10,9 @@ import torch
 from modeling_mrp import MRPForDiffusionLM
 
 from ..arguments import MRPTrainingArguments
-from ..checkpoints.loading import default_attention, usable_device
-from ..checkpoints.weight_files import fetch
-from ..commands.cli import command_parser
 from ..losses.linear_kl import auto_chunk_rows
 from ..mrp_trainer import MRPTrainer
-from .shapes import CPU_LAYERS, SHAPES, random_model
-from .timing import DTYPES, check_at_least_one, interleaved, machine, median_ratio
+from .timing import check_at_least_one, interleaved, median_ratio
 
 
 @dataclass(frozen=True)
@@ -199,111 +192,3 @@ def random_rows(count: int, length: int, vocab_size: int) -> list[dict]:
         }
         for number, row in enumerate(ids.tolist())
     ]
-
-
-# --- the command
-
-
-def parser() -> argparse.ArgumentParser:
-    made = command_parser(
-        "bench train",
-        "Tokens per second of a training step on random tokens, and the ratio to the work that it cannot avoid:\n"
-        "the frozen backbone over [x_t | x_1 ... x_K | x_0], forward and backward of the head over the K states and\n"
-        "the clean stream, and three matrix products with lm_head per supervised position; nothing around them.",
-        "mrp bench train --shape 1.7b --layers 4 --rows 2 --sequence-length 1024",
-    )
-    made.add_argument("model", metavar="MODEL", nargs="?", help="embedded checkpoint, folder or Hub id; or --shape")
-    made.add_argument("--shape", choices=SHAPES, help="random weights of this size instead of MODEL")
-    made.add_argument("--layers", type=int, help=f"of --shape (default: all on a GPU, else {CPU_LAYERS})")
-    made.add_argument("--head-layers", type=int, help="of a fresh head (default: the checkpoint's own, or 3)")
-    made.add_argument("--block-size", type=int, default=16, help="of --shape (default: 16)")
-    made.add_argument("--rows", type=int, default=8, help="rows per step (default: 8)")
-    made.add_argument("--sequence-length", type=int, default=256, help="tokens per row (default: 256)")
-    made.add_argument("--unroll-steps", type=int, default=3, help="K (default: 3)")
-    made.add_argument(
-        "--choice-weight", type=float, default=0.0, help="of the term on the chosen position (default: 0)"
-    )
-    made.add_argument("--gradient-checkpointing", action="store_true", help="recompute the head's activations")
-    made.add_argument("--bf16", action="store_true", help="autocast the head to bfloat16")
-    made.add_argument("--repeats", type=int, default=5, help="timed rounds (default: 5)")
-    made.add_argument("--device", help="default: cuda when there is one")
-    made.add_argument("--dtype", choices=DTYPES, help="of the backbone (default: bfloat16 on a GPU, else float32)")
-    made.add_argument("--json", action="store_true", help="print machine, settings and result as JSON")
-    return made
-
-
-def build_model(options, device: torch.device, dtype: torch.dtype) -> MRPForDiffusionLM:
-    """The checkpoint, or a random model of `--shape`.
-
-    Raises:
-        ValueError: unless exactly one of the two is given.
-    """
-    if (options.model is None) == (options.shape is None):
-        raise ValueError("give either MODEL or --shape")
-    if options.shape is not None:
-        shape = SHAPES[options.shape]
-        layers = options.layers or (shape.num_hidden_layers if device.type == "cuda" else CPU_LAYERS)
-        head_layers = options.head_layers or 3
-        return random_model(shape, layers, head_layers, options.block_size, dtype, device, options.sequence_length)
-    source = fetch(options.model)[0]
-    return MRPForDiffusionLM.from_backbone(source, num_mrp_layers=options.head_layers, dtype=dtype).to(device)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of `mrp bench train`."""
-    options = parser().parse_args(argv)
-    device = usable_device(options.device)
-    if device.index:
-        raise ValueError(
-            f"--device must be cpu or cuda, got {device}: training takes the first GPU that it sees, so set "
-            f"CUDA_VISIBLE_DEVICES={device.index} and leave --device out"
-        )
-    dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-    model = build_model(options, device, dtype)
-    model.set_attn_implementation(default_attention(device, options.bf16))
-    result = bench_train(
-        model,
-        rows=options.rows,
-        sequence_length=options.sequence_length,
-        unroll_steps=options.unroll_steps,
-        repeats=options.repeats,
-        choice_weight=options.choice_weight,
-        gradient_checkpointing=options.gradient_checkpointing,
-        bf16=options.bf16,
-    )
-    about = describe(model, options, device)
-    print(json.dumps(about | {"result": asdict(result)}) if options.json else report(about, result))
-    return 0
-
-
-def describe(model: MRPForDiffusionLM, options, device: torch.device) -> dict[str, str]:
-    """What was measured on which machine, in words."""
-    config = model.config
-    head = str(model.mrp_head.eh_proj.weight.dtype).removeprefix("torch.")
-    return {
-        "machine": machine(device),
-        "model": f"{options.model or options.shape}: backbone of {config.num_hidden_layers} layers of "
-        f"{config.hidden_size} in {str(model.lm_head.weight.dtype).removeprefix('torch.')}, head of "
-        f"{config.num_mrp_layers} in {head}{', autocast to bfloat16' if options.bf16 else ''}, "
-        f"vocabulary {config.vocab_size}, attention {config._attn_implementation}",
-        "step": f"{options.rows} rows of {options.sequence_length} tokens, K = {options.unroll_steps}"
-        f"{f', choice_weight {options.choice_weight}' if options.choice_weight else ''}"
-        f"{', gradient checkpointing' if options.gradient_checkpointing else ''}",
-        "rounds": f"{options.repeats}, interleaved, after one that is not timed; medians",
-    }
-
-
-def report(about: dict[str, str], result: Result) -> str:
-    def shares(split: dict[str, float]) -> str:
-        return ", ".join(f"{name} {share:.0%}" for name, share in split.items())
-
-    return "\n".join(
-        [
-            *(f"{name:9} {value}" for name, value in about.items()),
-            "",
-            f"training step {result.step_seconds:8.3f} s, {result.tokens_per_second:.0f} tokens/s "
-            f"({result.supervised} supervised positions): {shares(result.split)}",
-            f"bare work     {result.bare_seconds:8.3f} s: {shares(result.bare_split)}",
-            f"ratio         {result.ratio:8.2f}",
-        ]
-    )

@@ -1,20 +1,19 @@
 """`mrp demo`: every decoding mode on held-out samples of an embedded checkpoint, in one table."""
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from json import dumps
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from transformers import AutoModelForCausalLM
+import typer
 
-from hub_cards.tasks.tasks import TASKS
-from modeling_mrp import MRPForDiffusionLM
+from .options import AsJson, BatchSize, check_at_least
 
-from ..evaluation.modes import mode_options
+if TYPE_CHECKING:
+    from modeling_mrp import MRPForDiffusionLM
 
 DEFAULT_MODEL = "words"
 MODES = (
@@ -54,7 +53,7 @@ class _Decoded:
 
 
 def run_demo(
-    model: MRPForDiffusionLM,
+    model: "MRPForDiffusionLM",
     task,
     samples: Sequence,
     modes: dict[str, dict] | None = None,
@@ -69,6 +68,8 @@ def run_demo(
             ratio and of `identical`.
         on_row: called with every row as soon as it is measured.
     """
+    from ..evaluation.modes import mode_options
+
     modes = modes or {name: mode_options(name, model.config.block_size) for name in MODES}
     prompts = [sample.prompt for sample in samples]
     decode = partial(decode_all, model, task.tokenizer, batch_size=batch_size, max_new_tokens=task.answer_tokens)
@@ -201,6 +202,8 @@ def task_of(name: str):
     Raises:
         ValueError: when there is none.
     """
+    from hub_cards.tasks.tasks import TASKS
+
     found = next((task for key, task in TASKS.items() if name in (key, task.folder.name)), None)
     if found is None:
         known = ", ".join(f"{key} ({task.folder.name})" for key, task in TASKS.items())
@@ -208,56 +211,57 @@ def task_of(name: str):
     return found
 
 
-def load(task) -> MRPForDiffusionLM:
+def load(task) -> "MRPForDiffusionLM":
     """The embedded checkpoint of a task, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="mrp demo",
-        description=__doc__.split(": ", 1)[1],
-        epilog='example: mrp demo --prompt "Tom has 23 apples, buys 14, doubles them. How many?"',
-    )
-    made.add_argument("--model", default=DEFAULT_MODEL, help=f"one of {', '.join(TASKS)} (default: %(default)s)")
-    made.add_argument("--samples", type=int, default=200, help="held-out samples to decode (default: %(default)s)")
-    made.add_argument("--batch-size", type=int, default=100, help="rows decoded together (default: %(default)s)")
-    made.add_argument(
-        "--prompt",
-        help="answer this prompt, of the kind that the model was trained on, instead of measuring: a problem of two "
-        "to six steps, or a function's line of def",
-    )
-    made.add_argument("--json", action="store_true", help="print the rows as JSON")
-    return made
+def demo(
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="Embedded checkpoint: words or code, or the name of its folder.")
+    ] = DEFAULT_MODEL,
+    samples: Annotated[int, typer.Option(metavar="N", help="Number of held-out samples to decode.")] = 200,
+    batch_size: BatchSize = 100,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Answer this prompt instead of measuring. It must be of the kind that the model was trained on: a "
+            "problem of two to six steps, or a function's line of def.",
+            show_default=False,
+        ),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Decode held-out samples with an embedded checkpoint, in every mode."""
+    check_at_least(1, samples=samples, batch_size=batch_size)
 
+    from ..evaluation.modes import mode_options
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
-    for name in ("samples", "batch_size"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
-    task = task_of(arguments.model)
-    model = load(task)
-    spec = mode_options(SHOWN, model.config.block_size)
-    if arguments.prompt is not None:
-        stream_answer(model, task, arguments.prompt, spec)
-        return 0
-    samples = task.held_out("test", arguments.samples)
-    if arguments.json:
-        rows = run_demo(model, task, samples, batch_size=arguments.batch_size)
-        print(json.dumps({"rows": [asdict(row) for row in rows]}))
-        return 0
-    print(f"{len(samples)} held-out samples, greedy, batches of {arguments.batch_size}, {_machine()}")
+    task = task_of(model)
+    loaded = load(task)
+    spec = mode_options(SHOWN, loaded.config.block_size)
+    if prompt is not None:
+        stream_answer(loaded, task, prompt, spec)
+        return
+    held_out = task.held_out("test", samples)
+    if json:
+        rows = run_demo(loaded, task, held_out, batch_size=batch_size)
+        print(dumps({"rows": [asdict(row) for row in rows]}))
+        return
+    print(f"{len(held_out)} held-out samples, greedy, batches of {batch_size}, {_machine()}")
     right = f"accuracy: {task.right_when}; " if task.right_when else ""
     print(f"{right}forwards: of the backbone, all counted; time ratio: static's time over the mode's\n")
     print(table_head(task.right_when is not None))
-    run_demo(
-        model, task, samples, batch_size=arguments.batch_size, on_row=lambda row: print(table_line(row), flush=True)
-    )
+    run_demo(loaded, task, held_out, batch_size=batch_size, on_row=lambda row: print(table_line(row), flush=True))
     print(f"\none answer, decoded in mode {SHOWN}")
-    stream_answer(model, task, samples[0].prompt, spec)
-    return 0
+    stream_answer(loaded, task, held_out[0].prompt, spec)
 
 
 def _machine() -> str:
+    import torch
+
     return f"{torch.get_num_threads()} CPU threads, float32, torch {torch.__version__}"
