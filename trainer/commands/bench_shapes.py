@@ -43,7 +43,7 @@ def shapes(
     repeats: Repeats = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what a step costs at real sizes, and predict the speed-up.
+    """Measure a decoding step at real sizes, predict the gain.
 
     Times a backbone step, the packed verification of K candidates and a head step on random weights of SDAR's sizes. A
     few layers are measured and extrapolated to all; on a GPU the full stack is measured.

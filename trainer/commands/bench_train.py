@@ -93,13 +93,10 @@ def train(
             f"--device must be cpu or cuda, got {on}: training takes the first GPU that it sees, so set "
             f"CUDA_VISIBLE_DEVICES={on.index} and leave --device out"
         )
-    step = StepChoice(
-        rows, sequence_length, unroll_steps, choice_weight, gradient_checkpointing, bf16, repeats
-    )  # fmt: skip
+    step = StepChoice(rows, sequence_length, unroll_steps, choice_weight, gradient_checkpointing, bf16, repeats)
     choice = ModelChoice(model, shape, layers, head_layers, block_size)
-    loaded = build_model(
-        choice, sequence_length, on, DTYPES[dtype or ("bfloat16" if on.type == "cuda" else "float32")]
-    )
+    dtype = dtype or ("bfloat16" if on.type == "cuda" else "float32")
+    loaded = build_model(choice, sequence_length, on, DTYPES[dtype])
     loaded.set_attn_implementation(default_attention(on, bf16))
     result = bench_train(loaded, **asdict(step))
     about = _settings(loaded, model or shape, step, on)

@@ -53,9 +53,7 @@ app.command(cls=Command, epilog=example("mrp trajectories sdar-1.7b --data chats
 app.command(
     cls=GenerateCommand,
     options_metavar="[OPTIONS] [--generate-option value ...]",
-    epilog=example(
-        'mrp generate words --prompt "Tom has 23 apples, buys 14. How many?" --mrp-mode spec --mrp-steps 4'
-    ),
+    epilog=example('mrp generate words --raw --prompt "Tom has 23 apples, buys 14. How many?" --mrp-mode spec'),
 )(generate)
 app.command(
     "eval",

@@ -44,7 +44,7 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST when it exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a self-contained folder of an SDAR or SDAR-MRP checkpoint.
+    """Make a self-contained folder of a checkpoint.
 
     The folder holds weights, code, tokenizer, generation defaults and a card, and loads with trust_remote_code=True
     where this package is not installed. SRC is an SDAR checkpoint, a published SDAR-MRP one or one of ours; code that

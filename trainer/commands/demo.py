@@ -236,7 +236,7 @@ def demo(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Decode held-out samples with an embedded checkpoint, in every mode."""
+    """Decode held-out samples in every mode."""
     check_at_least(1, samples=samples, batch_size=batch_size)
 
     from ..evaluation.modes import mode_options

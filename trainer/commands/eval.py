@@ -133,9 +133,9 @@ def evaluate(
     dtype: Dtype = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Measure accuracy against tokens per forward, over a grid of modes.
+    """Measure accuracy against tokens per forward.
 
-    Every prompt of a jsonl file is decoded in every mode, and the new text is scored. Results are appended prompt by
+    Every prompt of a jsonl file is decoded in every mode of a grid, and the new text is scored. Results are appended prompt by
     prompt: after an interruption the same command continues. Any option of `generate` may follow as --name value and
     then holds for all modes. The folder gets results.jsonl, manifest.json, summary.json, summary.md and plots.
     """

@@ -5,8 +5,6 @@ from typing import Annotated, Literal
 
 import typer
 
-DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
-
 Model = Annotated[
     str,
     typer.Argument(
@@ -37,11 +35,12 @@ Device = Annotated[
     typer.Option(metavar="TEXT", help="Device such as cpu or cuda:1.", show_default="cuda when there is one"),
 ]
 Dtype = Annotated[
-    DTYPES, typer.Option(help="Dtype to load the model in; auto is the checkpoint's own.", metavar="DTYPE")
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="Dtype to load the model in; auto is the checkpoint's own."),
 ]
 RandomDtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
-    typer.Option(help="Dtype of the weights.", metavar="DTYPE", show_default="bfloat16 on a GPU, else float32"),
+    typer.Option(help="Dtype of the weights.", show_default="bfloat16 on a GPU, else float32"),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs to read.")]

@@ -33,7 +33,7 @@ def trajectories(
     device: Device = None,
     dtype: Dtype = "auto",
 ) -> None:
-    """Decode training prompts: data for a head on states that decoding visits.
+    """Decode training prompts, as data for a head.
 
     The backbone decodes the prompts of training data, and the order in which it revealed the tokens is kept. A head
     that is trained on these rows (`mrp train --train-data OUT`) sees the states that decoding visits instead of random
