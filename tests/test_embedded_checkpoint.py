@@ -8,7 +8,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from hub_cards.build.remote_code import code_files, embedded_checkpoints
 from hub_cards.tasks.tasks import TASKS
 from hub_cards.tasks.word_problems import problems
-from mrp_trainer.commands.demo import main, run_demo, task_of
+from mrp_trainer.commands.demo import demo, run_demo, task_of
 from mrp_trainer.evaluation.modes import mode_options
 
 TASK = TASKS["words"]
@@ -132,12 +132,12 @@ def test_completions_of_held_out_functions_parse_more_often_than_not(code):
 
 
 def test_demo_completes_a_function_of_the_users(capsys):
-    main(["--model", "code", "--prompt", "def name(self):"])
+    demo("code", prompt="def name(self):")
     assert "return self" in capsys.readouterr().out
 
 
 def test_demo_answers_a_prompt_of_the_users(capsys):
-    main(["--prompt", "Tom has 23 apples, buys 14. How many?"])
+    demo(prompt="Tom has 23 apples, buys 14. How many?")
     printed = capsys.readouterr().out
     assert "drafts" in printed and "·" in printed
     assert "37" in printed.splitlines()[-2]
@@ -146,7 +146,7 @@ def test_demo_answers_a_prompt_of_the_users(capsys):
 def test_demo_prints_its_table_without_accuracies_where_none_exist(capsys, monkeypatch):
     monkeypatch.setattr(type(TASK), "right_when", None)
     monkeypatch.setattr("mrp_trainer.commands.demo.MODES", ("static", "spec-2"))
-    main(["--samples", "2"])
+    demo(samples=2)
     printed = capsys.readouterr().out
     assert "accuracy" not in printed and "spec-2" in printed and "100.0%" in printed
 
@@ -158,12 +158,12 @@ def test_demo_knows_a_checkpoint_by_either_name(name):
 
 def test_demo_names_the_checkpoints_there_are():
     with pytest.raises(ValueError, match="'verse'.*words .sdar-tiny-mrp."):
-        main(["--model", "verse"])
+        demo("verse")
 
 
 def test_demo_names_words_it_does_not_know():
     with pytest.raises(ValueError, match="zebras"):
-        main(["--prompt", "Tom has 23 zebras, buys 14. How many?"])
+        demo(prompt="Tom has 23 zebras, buys 14. How many?")
 
 
 def test_a_head_of_zeros_changes_nothing(inputs):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from mrp_trainer import linear_kl
-from mrp_trainer.benchmarks.loss import bench_loss, main, naive_linear_kl, peak_memory
+from mrp_trainer.benchmarks.loss import peak_memory
 from mrp_trainer.losses.linear_kl import Choice, auto_chunk_rows, linear_kl_and_choice
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -356,20 +356,6 @@ def test_memory_grows_with_rows_as_their_hidden_states_and_halves_with_the_chunk
     assert whole / half == pytest.approx(2, rel=0.05)
 
 
-def test_peak_memory_sees_what_is_freed_again():
-    """Two tensors of 1 MB alive together; three of them one after the other."""
-
-    def together():
-        return torch.ones(2**18) + 1
-
-    def in_turn():
-        for _ in range(3):
-            torch.ones(2**18)
-
-    assert 2 * 2**20 <= peak_memory(together) < 2.1 * 2**20
-    assert 2**20 <= peak_memory(in_turn) < 1.1 * 2**20
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -574,53 +560,6 @@ def test_gradcheck_of_both_values_in_float64():
 def test_mask_token_outside_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match=r"mask_token_id must lie in \[0, 20\), the rows of weight; got 20"):
         linear_kl_and_choice(*random_hidden(2, 20), 20)
-
-
-def test_naive_loss_of_the_benchmark_is_the_same_loss():
-    inputs = random_hidden(4, 100, change=0.5)
-    torch.testing.assert_close(naive_linear_kl(*inputs), linear_kl(*inputs), rtol=1e-4, atol=1e-6)
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """torch.compile takes half a minute of C++ compiler on a CPU; its failure must leave the other rows whole."""
-
-    def no_compiler(function):
-        def fail(*_):
-            raise RuntimeError("no C++ compiler\nin this test")
-
-        return fail
-
-    monkeypatch.setattr(torch, "compile", no_compiler)
-
-
-NAMES = ["naive", "compile", "liger", "ours", "ours+choice", "gemms", "gemms whole"]
-
-
-def test_benchmark_reports_ratios_and_why_something_cannot_run(uncompiled):
-    rows = {row["name"]: row for row in bench_loss(rows=64, vocab_size=2000, hidden_size=16, repeats=1, chunk_rows=4)}
-    assert list(rows) == NAMES
-    assert rows["compile"]["note"] == "no C++ compiler" and rows["compile"]["seconds"] is None
-    assert rows["naive"]["time_ratio"] == rows["naive"]["memory_ratio"] == 1
-    assert rows["ours"]["memory_ratio"] < 1 / 8
-    ours = rows["ours"]
-    assert ours["gemm_ratio"] == pytest.approx(ours["seconds"] / rows["gemms"]["seconds"])
-
-
-def test_benchmark_prints_a_table(uncompiled, capsys):
-    assert main(["--rows", "8", "--vocab-size", "100", "--hidden-size", "8", "--repeats", "1", "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:11].strip() for line in lines[1:]] == NAMES
-
-
-def test_whatever_a_contender_raises_is_its_note(uncompiled, monkeypatch):
-    def of_another_version(*_):
-        raise TypeError("unexpected keyword 'jsd_beta'")
-
-    monkeypatch.setattr("mrp_trainer.benchmarks.loss._liger_mean_kl", of_another_version)
-    rows = {row["name"]: row for row in bench_loss(rows=4, vocab_size=100, hidden_size=8, repeats=1)}
-    assert rows["liger"]["note"] == "unexpected keyword 'jsd_beta'"
-    assert rows["ours"]["note"] is None
 
 
 def run_python(*arguments, **environment):

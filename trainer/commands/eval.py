@@ -135,9 +135,10 @@ def evaluate(
 ) -> None:
     """Measure accuracy against tokens per forward.
 
-    Every prompt of a jsonl file is decoded in every mode of a grid, and the new text is scored. Results are appended prompt by
-    prompt: after an interruption the same command continues. Any option of `generate` may follow as --name value and
-    then holds for all modes. The folder gets results.jsonl, manifest.json, summary.json, summary.md and plots.
+    Every prompt of a jsonl file is decoded in every mode of a grid, and the new text is scored. Results are appended
+    prompt by prompt: after an interruption the same command continues. Any option of `generate` may follow as --name
+    value and then holds for all modes. The folder gets results.jsonl, manifest.json, summary.json, summary.md and
+    plots.
     """
     _refuse_combinations(context, grid, calibrate)
     options = _options_for_all_modes(context.args)

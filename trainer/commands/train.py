@@ -5,11 +5,11 @@ from typer.core import TyperCommand
 
 
 class TrainCommand(TyperCommand):
-    """A command whose options are those of arguments.py: it passes its words on, and imports them for --help only."""
+    """A command whose options are those of training: it passes its words on, and imports them for --help only."""
 
     def format_options(self, ctx, formatter) -> None:
         """List the options of training in groups, this package's own before those of transformers."""
-        from ..arguments import describe_options
+        from ..argument_parsing import describe_options
 
         for heading, rows in describe_options().items():
             with formatter.section(heading):

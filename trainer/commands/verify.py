@@ -49,10 +49,11 @@ def verify(
 ) -> int:
     """Check that speculative decoding is lossless.
 
-    Checks, on your own prompts, that it returns the tokens of backbone-only decoding, for every step rule, greedy and sampling; that a batch
-    equals its rows; that no mask token is returned; that as many drafts of the head are accepted as in training, where
-    the checkpoint records it. Without prompts, built-in ones are used. In float32 every difference fails; in bfloat16
-    one that is within rounding is reported and passes. The exit status is 1 when a check fails.
+    Checks, on your own prompts, that it returns the tokens of backbone-only decoding, for every step rule, greedy and
+    sampling; that a batch equals its rows; that no mask token is returned; and that as many drafts of the head are
+    accepted as in training, where the checkpoint records it. Without prompts, built-in ones are used. In float32 every
+    difference fails; in bfloat16 one that is within rounding is reported and passes. The exit status is 1 when a check
+    fails.
     """
     import torch
 
