@@ -173,7 +173,8 @@ def _measure(checkpoint, samples, settings, names, output, words, as_json: bool,
 def _given_words(context: typer.Context) -> list[str]:
     """The command with the options that were given, which the command of every row repeats."""
     words = ["mrp", "claims", context.params["model"]]
-    for name in given(context, *(name for name in context.params if name not in NOT_IN_ROW_COMMANDS)):
+    names = (parameter.name for parameter in context.command.params)  # context.params has the order of the words
+    for name in given(context, *(name for name in names if name not in NOT_IN_ROW_COMMANDS)):
         value = context.params[name]
         words += [flag(name), *([] if value is True else [str(value)])]
     return words
