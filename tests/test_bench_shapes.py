@@ -99,7 +99,7 @@ def test_verification_stops_being_free_at_the_first_k_that_costs_more():
 def test_interpolation_is_linear_and_never_beyond_what_was_measured():
     points = {1: 1.0, 2: 3.0, 6: 5.0}
     assert [interpolate(points, at) for at in (1, 2, 3, 4, 6)] == [1, 3, 3.5, 4, 5]
-    with pytest.raises(ValueError, match="candidates=7 lies outside"):
+    with pytest.raises(ValueError, match="candidates=7 lies outside the measured range, 1 to 6"):
         interpolate(points, 7)
 
 
@@ -125,7 +125,7 @@ def test_depth_none_leaves_out_every_layer_and_puts_them_back():
         layer.register_forward_hook(lambda module, *_: calls.append(module))
     parts = bench.StepParts(model, 1, 8, 2)
     for depth, expected in (("bare", 0), ("full", 3)):
-        bench._at_depth(model, depth, lambda: (parts.backbone(2), parts.head()))
+        bench.at_depth(model, depth, lambda: (parts.backbone(2), parts.head()))
         assert len(calls) == expected
     assert len(model.model.layers) == 2
 

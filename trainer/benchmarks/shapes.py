@@ -36,7 +36,7 @@ SHAPES = {
     "4b": Shape(36, 2560, 9728, 32),
     "8b": Shape(36, 4096, 12288, 32),
 }
-CPU_LAYERS = 2  # measured on a CPU, from which the full depth is extrapolated
+CPU_LAYERS = 2  # layers measured on a CPU; the full depth is extrapolated
 
 
 def random_model(
@@ -48,7 +48,17 @@ def random_model(
     device: torch.device,
     context: int = 4096,
 ) -> MRPForDiffusionLM:
-    """A model of `layers` random layers of this shape and a head of `head_layers`; its embedding is its `lm_head`."""
+    """A model with random weights, whose embedding and `lm_head` are tied.
+
+    Args:
+        shape: sizes of the backbone.
+        layers: number of layers of the backbone.
+        head_layers: number of layers of the head.
+        block_size: tokens per block.
+        dtype: dtype of the weights.
+        device: device to create them on.
+        context: number of positions that the model must have.
+    """
     sizes = vars(shape) | {"num_hidden_layers": layers}
     config = MRPConfig(
         **sizes,
@@ -68,14 +78,14 @@ def random_model(
 
 
 class StepParts:
-    """The parts of a step of one batch, each a call, on the engine's own cache, masks and sampler.
+    """The parts of a step of one batch, each a call, with the decoding engine's own cache, masks and sampler.
 
     Args:
-        model: as of `random_model`.
-        batch_size: rows R.
-        context: committed positions before the block, whole blocks; their keys and values are zeros, which takes
-            attention as long as any others.
-        candidates: the most blocks per row that a forward will hold.
+        model: see `random_model`.
+        batch_size: number of rows R.
+        context: number of committed positions before the block, rounded down to whole blocks. Their keys and values
+            are zeros, which takes attention as long as any other values.
+        candidates: largest number of blocks per row in a forward.
     """
 
     def __init__(self, model: MRPForDiffusionLM, batch_size: int, context: int, candidates: int):
@@ -90,19 +100,19 @@ class StepParts:
         self.hidden = torch.randn(*shape, config.hidden_size, device=device).to(model.dtype)
 
     @torch.no_grad()
-    def backbone(self, candidates: int):
-        """One forward of the backbone over `candidates` states of the block that do not see one another."""
+    def backbone(self, candidates: int) -> torch.Tensor:
+        """One forward of the backbone over `candidates` states of the block, which do not attend to one another."""
         ids = self.ids[:, :candidates].flatten(1)
         return self.model.backbone_hidden_states(ids, *self._place(candidates), self.cache)
 
     @torch.no_grad()
-    def head(self):
+    def head(self) -> torch.Tensor:
         """One head step on one state of the block."""
         return self.model.corrected_hidden_states(self.ids[:, 0], self.hidden[:, 0], *self._place(1), self.cache)
 
     @torch.no_grad()
-    def logits(self, candidates: int):
-        """`lm_head` on `candidates` states, and what is read off the logits."""
+    def logits(self, candidates: int) -> tuple:
+        """`lm_head` on `candidates` states, and the sampler's reading of the logits."""
         logits = self.model.logits(self.hidden[:, :candidates])
         positions = self._positions(candidates).view(self.rows, candidates, self.size)
         return self.sampler.read(logits, positions, positions[..., 0], None)
@@ -133,15 +143,23 @@ def measure_costs(
     device: str = "cpu",
     repeats: int = 5,
 ) -> list[Costs]:
-    """Time the parts of a step with `layers` of the shape's layers, extrapolated to all of them.
+    """Time the parts of a step with some of the shape's layers, and extrapolate to all of them.
 
-    Both depths that a line needs are measured: `layers` (of the head: at most as many as it has) and none.
+    Each part is timed with `layers` layers (of the head at most as many as it has) and with none: the line through
+    these two gives the time at full depth.
 
     Args:
-        name: of the shape, for the results.
-        candidates: blocks per forward to measure; 1 and 2 always are.
-        context: positions before the block.
-        repeats: timed rounds; medians are taken.
+        name: name of the shape, for the results.
+        shape: sizes of the backbone.
+        batch_sizes: numbers of rows to measure.
+        candidates: numbers of blocks per forward to measure; 1 and 2 are always measured.
+        layers: number of layers of the backbone to measure.
+        head_layers: number of layers of the head.
+        block_size: tokens per block.
+        context: number of positions before the block.
+        dtype: dtype of the weights.
+        device: device to run on.
+        repeats: number of timed rounds, of which medians are taken.
 
     Returns:
         One `Costs` for each batch size.
@@ -162,8 +180,8 @@ def measure_costs(
         parts = StepParts(model, batch_size, context, counts[-1])
         steps = {("logits", c): partial(parts.logits, c) for c in counts}
         for depth in ("bare", "full"):
-            steps |= {(depth, c): partial(_at_depth, model, depth, partial(parts.backbone, c)) for c in counts}
-            steps[depth, "head"] = partial(_at_depth, model, depth, parts.head)
+            steps |= {(depth, c): partial(at_depth, model, depth, partial(parts.backbone, c)) for c in counts}
+            steps[depth, "head"] = partial(at_depth, model, depth, parts.head)
         seconds = {
             key: statistics.median(runs) for key, runs in interleaved(steps, repeats, torch.device(device)).items()
         }
@@ -183,14 +201,28 @@ def measure_costs(
 
 
 def extrapolate(bare: float, measured: float, layers: int, full_layers: int) -> float:
-    """Seconds at full depth from those without any layer and with `layers` of them."""
+    """Extrapolate a time to full depth.
+
+    Args:
+        bare: seconds without any layer.
+        measured: seconds with `layers` layers.
+        layers: number of layers measured.
+        full_layers: number of layers at full depth.
+    """
     return bare + (measured - bare) * full_layers / layers
 
 
-def _at_depth(model: MRPForDiffusionLM, depth: str, step: Callable[[], None]):
-    """Run `step` with all layers of backbone and head, or with none."""
+def at_depth(model: MRPForDiffusionLM, depth: str, step: Callable[[], object]) -> None:
+    """Run `step` with all layers of backbone and head, or with none.
+
+    Args:
+        model: the model that `step` runs.
+        depth: "full", or "bare" for no layers.
+        step: the function to run.
+    """
     if depth == "full":
-        return step()
+        step()
+        return
     backbone, head = model.model.layers, model.mrp_head.layers
     model.model.layers, model.mrp_head.layers = nn.ModuleList(), nn.ModuleList()
     try:

@@ -4,6 +4,7 @@ import statistics
 import tempfile
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,12 +21,12 @@ class Result:
     """Medians over the rounds.
 
     Attributes:
-        tokens: of one step, R * L.
-        supervised: positions in the loss, over all K steps.
-        step_seconds: of a whole step: noise and reveal, loss, backward, optimizer.
+        tokens: number of tokens of one step, R * L.
+        supervised: number of positions in the loss, over all K steps.
+        step_seconds: time of a whole step: noise and reveal, loss, backward, optimizer.
         tokens_per_second: tokens / step_seconds.
-        bare_seconds: of the bare work, see `BareStep`.
-        ratio: step over bare, the median over rounds.
+        bare_seconds: time of the bare work, see `BareStep`.
+        ratio: time of the step over that of the bare work, the median over rounds.
         split: shares of the step's time: "collate", "loss and backward", "optimizer".
         bare_split: shares of the bare time: "backbone", "head", "logits".
     """
@@ -46,15 +47,17 @@ def bench_train(
     sequence_length: int = 256,
     unroll_steps: int = 3,
     repeats: int = 5,
-    **training_options,
+    **training_options: Any,
 ) -> Result:
-    """Time steps of `MRPTrainer` on random tokens, and the bare work of the same sizes, in turns.
+    """Time steps of `MRPTrainer` on random tokens, and the bare work of the same sizes, in interleaved rounds.
 
     Args:
-        model: with a head, on its device; the head is trained by the run.
-        rows, sequence_length, unroll_steps: R, L, K. The first quarter of each row is a prompt.
-        repeats: timed rounds.
-        training_options: of `MRPTrainingArguments`.
+        model: a model with a head, on its device; the run trains the head.
+        rows: number of rows R.
+        sequence_length: number of tokens per row L, the first quarter of which is a prompt.
+        unroll_steps: number of reveals K.
+        repeats: number of timed rounds.
+        training_options: further options of `MRPTrainingArguments`.
 
     Raises:
         ValueError: for a number below 1, or a model without a head.
@@ -89,14 +92,30 @@ def bench_train(
 
 
 class TrainerStep:
-    """One training step in its three parts, by the trainer's own methods on a fixed set of rows.
+    """One training step in its three parts, each a call of the trainer's own methods on a fixed set of rows.
+
+    Args:
+        model: a model with a head.
+        rows: number of rows R.
+        sequence_length: number of tokens per row L.
+        unroll_steps: number of reveals K.
+        folder: folder for the trainer's output.
+        options: further options of `MRPTrainingArguments`.
 
     Attributes:
-        batch: of the collator, the same in every call.
-        half: the dtype of autocast, or None.
+        batch: batch of the collator, the same in every call.
+        half: dtype of autocast, or None.
     """
 
-    def __init__(self, model, rows: int, sequence_length: int, unroll_steps: int, folder: str, **options):
+    def __init__(
+        self,
+        model: MRPForDiffusionLM,
+        rows: int,
+        sequence_length: int,
+        unroll_steps: int,
+        folder: str,
+        **options: Any,
+    ):
         defaults = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
         args = MRPTrainingArguments(
             output_dir=folder,
@@ -113,17 +132,17 @@ class TrainerStep:
         self.half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         self.collate()
 
-    def collate(self):
-        """Noise and reveal."""
+    def collate(self) -> None:
+        """Add the noise and draw the reveals."""
         self.batch = self.trainer.data_collator(self.rows)
 
-    def loss_and_backward(self):
-        """Forwards, fused loss, gradients of the head."""
+    def loss_and_backward(self) -> None:
+        """Run the forwards, the fused loss and the backward of the head."""
         count = self.trainer._get_num_items_in_batch([self.batch], self.trainer.args.device)
         self.trainer.training_step(self.trainer.model, dict(self.batch), num_items_in_batch=count)
 
-    def optimize(self):
-        """Clip, update, clear."""
+    def optimize(self) -> None:
+        """Clip the gradients, update the head and clear the gradients."""
         trainer = self.trainer
         torch.nn.utils.clip_grad_norm_(trainer.model.mrp_head.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
@@ -131,15 +150,15 @@ class TrainerStep:
 
 
 class BareStep:
-    """What no implementation of a step can do without, as plain transformer work with nothing around it.
+    """The work that no implementation of a step can avoid, as plain transformer calls.
 
     The frozen backbone without gradients over the 2 + K streams [x_t | x_1 ... x_K | x_0]; forward and backward of
     the head over K states and, once, the clean stream; three matrix products with `lm_head` for every supervised
     position (teacher, difference, gradient). Attention is dense over each stream alone: less than a step needs.
 
     Args:
-        model: with a head.
-        batch: of the collator, for its sizes and its number of supervised positions.
+        model: a model with a head.
+        batch: batch of the collator, for its sizes and its number of supervised positions.
         half: dtype of autocast, or None.
     """
 
@@ -158,10 +177,12 @@ class BareStep:
         self.chunk = auto_chunk_rows(len(self.rows), weight)
 
     @torch.no_grad()
-    def backbone(self):
+    def backbone(self) -> None:
+        """One forward of the backbone over all streams."""
         self.model.model(self.packed, attention_mask={"full_attention": None}, use_cache=False)
 
-    def head(self):
+    def head(self) -> None:
+        """Forward and backward of the head over the K states and the clean stream."""
         head, backbone = self.model.mrp_head, self.model.model
         positions = torch.arange(self.head_ids.shape[1], device=self.head_ids.device)[None]
         with self.autocast():
@@ -170,7 +191,8 @@ class BareStep:
         torch.autograd.grad(out.float().sum(), list(head.parameters()))
 
     @torch.no_grad()
-    def logits(self):
+    def logits(self) -> None:
+        """Three matrix products with `lm_head` for every supervised position."""
         weight = self.model.lm_head.weight
         for rows in self.rows.split(self.chunk):
             logits = rows @ weight.T
@@ -179,7 +201,13 @@ class BareStep:
 
 
 def random_rows(count: int, length: int, vocab_size: int) -> list[dict]:
-    """Prepared rows (see data.py) of random tokens, one sample each, the first quarter of it a prompt."""
+    """Prepared rows (see data/rows.py) of random tokens, one sample each, whose first quarter is a prompt.
+
+    Args:
+        count: number of rows.
+        length: number of tokens per row.
+        vocab_size: tokens are drawn below this id.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (count, length), generator=generator)
     prompt = length // 4
