@@ -40,9 +40,9 @@ def bench_loss(
     Returns:
         One dict for each of "naive", "compile", "liger", "ours", "ours+choice" (the loss together with what
         `choice_weight` needs), "gemms" (the three matrix products alone, chunked as ours) and "gemms whole" (all rows
-        in one chunk): `name`; `seconds`, the median; `peak_bytes`, beyond the inputs; `time_ratio` and `memory_ratio` to
-        naive; `gemm_ratio`, the time relative to the chunked products. Where one cannot run, these are None and `note`
-        says why.
+        in one chunk): `name`; `seconds`, the median; `peak_bytes`, beyond the inputs; `time_ratio` and `memory_ratio`
+        to naive; `gemm_ratio`, the time relative to the chunked products. Where one cannot run, these are None and
+        `note` says why.
 
     Raises:
         ValueError: for a number below 1.

@@ -91,10 +91,8 @@ def expected_block_cost(
             are accepted together with all drafts before them. A rate above its predecessor is lowered to it.
         block_size: B; the first round reveals the first position.
     """
-    survives = list(
-        accumulate(accepted, min, initial=1.0)
-    )  # survives[a]: share of rounds in which at least a drafts are accepted
-    cost = [0.0]
+    survives = list(accumulate(accepted, min, initial=1.0))  # [a]: share of rounds with at least a drafts accepted
+    cost = [0.0]  # [u]: expected cost of the rounds from u masked positions on
     for masked in range(1, block_size):
         read = min(candidates, masked)
         holds = [*survives[:read], 0.0]
