@@ -290,7 +290,7 @@ class MRPGenerationMixin(GenerationMixin):
         )
 
     @staticmethod
-    def _noise_keys(prompts, lengths):
+    def _noise_keys(prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         index = torch.arange(prompts.shape[1], device=prompts.device)
         return row_keys(prompts, index < lengths[:, None])
 

@@ -9,8 +9,8 @@ import torch
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from mrp_trainer.checkpoints.convert import convert
 from mrp_trainer.checkpoints.head_files import load_head, save_head
+from mrp_trainer.commands.cli import main as mrp
 from mrp_trainer.evaluation.acceptance import acceptance_range, accepted_per_verification, decode_figures
-from mrp_trainer.evaluation.verify import main as verify
 from mrp_trainer.train import main as train
 
 PROMPTS = [[5, 6, 7], [9, 8], [10, 11, 12, 13, 14, 15], [7, 7], [6, 10, 4, 17]]
@@ -124,13 +124,13 @@ def test_verify_compares_with_the_record(model, word_tokenizer, tmp_path, capsys
         model.config.trained_acceptance = {"mrp_steps": 4, "low": mean + shift - 1e-6, "high": mean + shift + 1e-6}
     model.save_pretrained(tmp_path)
     word_tokenizer.save_pretrained(tmp_path)
-    arguments = [str(tmp_path), *(part for text in texts for part in ("--prompt", text)), "--raw"]
+    arguments = ["verify", str(tmp_path), *(part for text in texts for part in ("--prompt", text)), "--raw"]
     arguments += ["--max-new-tokens", "24"]
-    assert verify(arguments) == status
+    assert mrp(arguments) == status
     line = next(line for line in capsys.readouterr().out.splitlines() if "drafts of the head" in line)
     assert line.startswith(verdict) and f"{mean:.2f} at K = 4" in line
     assert ("not recorded" in line) == (shift is None)
-    assert verify([*arguments, "--json"]) == status
+    assert mrp([*arguments, "--json"]) == status
     report = json.loads(capsys.readouterr().out)
     assert report["acceptance"]["mean"] == pytest.approx(mean) and report["acceptance"]["verdict"] == verdict
 
@@ -139,15 +139,7 @@ def test_a_checkpoint_without_a_head_has_nothing_to_compare(tiny_model, word_tok
     tiny_model(num_mrp_layers=0, vocab_size=20).save_pretrained(tmp_path)
     convert(tmp_path, tmp_path / "converted", num_mrp_layers=0)
     word_tokenizer.save_pretrained(tmp_path / "converted")
-    arguments = [
-        str(tmp_path / "converted"),
-        "--prompt",
-        "so then",
-        "--raw",
-        "--max-new-tokens",
-        "8",
-        "--draft",
-        "self",
-    ]
-    assert verify([*arguments, "--json"]) == 0
+    arguments = ["verify", str(tmp_path / "converted"), "--prompt", "so then", "--raw", "--max-new-tokens", "8"]
+    arguments += ["--draft", "self"]
+    assert mrp([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["acceptance"] is None

@@ -1,35 +1,18 @@
-"""`mrp bench loss`: the contenders, what cannot run, and the measurement of memory."""
+"""`mrp bench loss`: what it measures, and what it shows when an implementation cannot run."""
 
 import pytest
 import torch
-from linear_kl_cases import random_hidden
 
-from mrp_trainer import linear_kl
-from mrp_trainer.benchmarks.loss import bench_loss, main, naive_linear_kl, peak_memory
+from mrp_trainer.benchmarks.loss import bench_loss, naive_linear_kl, peak_memory
+from mrp_trainer.commands.cli import main as mrp
+from mrp_trainer.losses.linear_kl import linear_kl
 
-
-def test_peak_memory_includes_what_is_freed_again():
-    """Two tensors of 1 MB exist together; or three exist one after the other."""
-
-    def together():
-        return torch.ones(2**18) + 1
-
-    def in_turn():
-        for _ in range(3):
-            torch.ones(2**18)
-
-    assert 2 * 2**20 <= peak_memory(together) < 2.1 * 2**20
-    assert 2**20 <= peak_memory(in_turn) < 1.1 * 2**20
-
-
-def test_naive_loss_of_the_benchmark_equals_linear_kl():
-    inputs = random_hidden(4, 100, change=0.5)
-    torch.testing.assert_close(naive_linear_kl(*inputs), linear_kl(*inputs), rtol=1e-4, atol=1e-6)
+NAMES = ["naive", "compile", "liger", "ours", "ours+choice", "gemms", "gemms whole"]
 
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """Make torch.compile fail: on a CPU it would take half a minute, and its failure must not affect other rows."""
+    """Make torch.compile fail: it takes half a minute on a CPU, and its failure must not affect the other rows."""
 
     def no_compiler(function):
         def fail(*_):
@@ -40,7 +23,26 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", no_compiler)
 
 
-NAMES = ["naive", "compile", "liger", "ours", "ours+choice", "gemms", "gemms whole"]
+def test_naive_loss_equals_the_fused_one():
+    generator = torch.Generator().manual_seed(0)
+    student, teacher, weight = (torch.randn(n, 16, generator=generator) for n in (4, 4, 100))
+    torch.testing.assert_close(
+        naive_linear_kl(student, teacher, weight), linear_kl(student, teacher, weight), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_peak_memory_sees_what_is_freed_again():
+    """Two tensors of 1 MB alive together; three of them one after the other."""
+
+    def together():
+        return torch.ones(2**18) + 1
+
+    def in_turn():
+        for _ in range(3):
+            torch.ones(2**18)
+
+    assert 2 * 2**20 <= peak_memory(together) < 2.1 * 2**20
+    assert 2**20 <= peak_memory(in_turn) < 1.1 * 2**20
 
 
 def test_benchmark_reports_ratios_and_why_something_cannot_run(uncompiled):
@@ -54,12 +56,13 @@ def test_benchmark_reports_ratios_and_why_something_cannot_run(uncompiled):
 
 
 def test_benchmark_prints_a_table(uncompiled, capsys):
-    assert main(["--rows", "8", "--vocab-size", "100", "--hidden-size", "8", "--repeats", "1", "--device", "cpu"]) == 0
+    sizes = ["--rows", "8", "--vocab-size", "100", "--hidden-size", "8", "--repeats", "1", "--device", "cpu"]
+    assert mrp(["bench", "loss", *sizes]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:11].strip() for line in lines[1:]] == NAMES
 
 
-def test_error_of_a_contender_becomes_its_note(uncompiled, monkeypatch):
+def test_error_of_an_implementation_is_shown_as_its_note(uncompiled, monkeypatch):
     def of_another_version(*_):
         raise TypeError("unexpected keyword 'jsd_beta'")
 

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from mrp_trainer.benchmarks import shapes as bench
-from mrp_trainer.benchmarks.step_costs import Costs, expected_block_cost, forwards_saved, interpolate
+from mrp_trainer.benchmarks.step_costs import (
+    Costs,
+    expected_block_cost,
+    forwards_saved,
+    interpolate,
+    read_accepted,
+    result_rows,
+)
+from mrp_trainer.commands.bench_shapes import report
 from mrp_trainer.commands.cli import main as mrp
 
 CPU = torch.device("cpu")
@@ -84,14 +92,14 @@ def test_speedup_by_hand():
 def test_verification_stops_being_free_at_the_first_k_that_costs_more():
     costs = Costs("any", 1, backbone={1: 1.0, 2: 1.05, 4: 1.2, 8: 1.09}, logits=dict.fromkeys((1, 2, 4, 8), 0), head=0)
     assert [costs.free_up_to(tolerance) for tolerance in (0, 0.1, 0.2, 0.01)] == [1, 2, 8, 1]
-    text = bench.report(costs, bench.result_rows(costs, [1, 2, 4], None, 16), 0.1)
+    text = report(costs, result_rows(costs, [1, 2, 4], None, 16), 0.1)
     assert text.endswith("verification is free (within 10% of a step) up to K = 2 and no longer at K = 4")
 
 
 def test_interpolation_is_linear_and_never_beyond_what_was_measured():
     points = {1: 1.0, 2: 3.0, 6: 5.0}
     assert [interpolate(points, at) for at in (1, 2, 3, 4, 6)] == [1, 3, 3.5, 4, 5]
-    with pytest.raises(ValueError, match="candidates=7 lies outside"):
+    with pytest.raises(ValueError, match="candidates=7 lies outside the measured range, 1 to 6"):
         interpolate(points, 7)
 
 
@@ -117,7 +125,7 @@ def test_depth_none_leaves_out_every_layer_and_puts_them_back():
         layer.register_forward_hook(lambda module, *_: calls.append(module))
     parts = bench.StepParts(model, 1, 8, 2)
     for depth, expected in (("bare", 0), ("full", 3)):
-        bench._at_depth(model, depth, lambda: (parts.backbone(2), parts.head()))
+        bench.at_depth(model, depth, lambda: (parts.backbone(2), parts.head()))
         assert len(calls) == expected
     assert len(model.model.layers) == 2
 
@@ -164,14 +172,14 @@ def test_a_wrong_acceptance_file_is_refused(tmp_path, text):
     path = tmp_path / "accepted.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="accepted.json"):
-        bench.read_accepted(str(path))
+        read_accepted(str(path))
 
 
 def test_rates_are_those_of_the_deepest_exact_spec_row_of_a_benchmark(tmp_path):
     rows = {"static": [], "spec-2": [0.9], "spec-4": [0.8, 0.6, 0.4], "spec-8-token": [0.9] * 7, "spec-4-self": [0.5]}
     path = tmp_path / "bench.json"
     path.write_text(json.dumps({"rows": [{"mode": mode, "accepted": rates} for mode, rates in rows.items()]}))
-    assert bench.read_accepted(str(path)) == [0.8, 0.6, 0.4]
+    assert read_accepted(str(path)) == [0.8, 0.6, 0.4]
 
 
 def test_command_predicts_as_far_as_the_rates_reach(monkeypatch, tmp_path, capsys):
@@ -200,7 +208,8 @@ def test_command_predicts_as_far_as_the_rates_reach(monkeypatch, tmp_path, capsy
     "option, value, message",
     [
         ("--context", "-5", "--context must be at least 0, got -5"),
-        ("--layers", "0", "layers must be at least 1, got 0"),
+        ("--layers", "0", "--layers must be at least 1, got 0"),
+        ("--shapes", "2b", "--shapes must be one of '1.7b', '4b', '8b', got '2b'"),
         ("--device", "xpu9", "--device xpu9 cannot be used here"),
     ],
 )

@@ -93,7 +93,9 @@ def test_command_prints_json(tiny_model, tmp_path, capsys, extra):
 
 
 def test_step_runs_with_the_attention_that_training_takes(tiny_model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "default_attention", lambda device, autocast: "eager" if autocast else "sdpa")
+    monkeypatch.setattr(
+        "mrp_trainer.checkpoints.loading.default_attention", lambda device, autocast: "eager" if autocast else "sdpa"
+    )
     tiny_model().save_pretrained(tmp_path)
     sizes = ["--rows", "1", "--sequence-length", "8", "--unroll-steps", "1", "--repeats", "1", "--device", "cpu"]
     for extra, attention in ([], "sdpa"), (["--bf16"], "eager"):
@@ -102,7 +104,7 @@ def test_step_runs_with_the_attention_that_training_takes(tiny_model, tmp_path, 
 
 
 def test_a_gpu_that_training_would_not_take_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "usable_device", lambda name: torch.device("cuda:1"))
+    monkeypatch.setattr("mrp_trainer.checkpoints.loading.usable_device", lambda name: torch.device("cuda:1"))
     assert mrp(["bench", "train", "--shape", "4b", "--device", "cuda:1"]) == 2
     assert "got cuda:1: training takes the first GPU that it sees, so set CUDA_VISIBLE_DEVICES=1" in (
         capsys.readouterr().err
@@ -112,4 +114,7 @@ def test_a_gpu_that_training_would_not_take_is_refused(capsys, monkeypatch):
 def test_model_or_shape_but_not_both(capsys):
     assert mrp(["bench", "train"]) == 2
     assert mrp(["bench", "train", "somewhere", "--shape", "4b"]) == 2
-    assert capsys.readouterr().err.count("give either MODEL or --shape") == 2
+    assert mrp(["bench", "train", "--shape", "2b"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("give either MODEL or --shape") == 2
+    assert "--shape must be one of '1.7b', '4b', '8b', got '2b'" in shown

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from mrp_trainer.checkpoints.head_files import save_head
-from mrp_trainer.commands.claims import _data, _parser
+from mrp_trainer.commands.claims import samples_of_task
 from mrp_trainer.commands.cli import main
 from mrp_trainer.evaluation.claim_rules import (
     CLAIMS,
@@ -284,7 +284,7 @@ def test_text_and_markdown_show_every_claim(folder, capsys):
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (["model"], "model is not embedded, so give --data FILE"),
+        (["model"], "model is not an embedded checkpoint, so give --data FILE"),
         (["model", "--prompt-file", "prompts.txt", "--scorer", "exact"], "give --data FILE"),
         (["model", "--data", "data.jsonl", "--prompt-file", "prompts.txt"], "give one of them"),
         (["model", "--data", "data.jsonl", "--prompts", "1"], "--prompts must be at least 2, got 1"),
@@ -305,10 +305,10 @@ def test_an_embedded_checkpoint_brings_its_held_out_samples_and_its_scorer():
     from hub_cards.tasks.tasks import TASKS
 
     task = TASKS["words"]
-    arguments = _parser().parse_args(["sdar-tiny-mrp", "--prompts", "3"])
-    rows, scorer = _data(arguments)
+    found = samples_of_task(task, 3)
+    rows, scorer = found.rows, found.scorer
     samples = task.held_out("test", 3)
     assert [row["prompt"] for row in rows] == [sample.prompt for sample in samples]
     assert [scorer(sample.answer, row) for sample, row in zip(samples, rows, strict=True)] == [True] * 3
     assert not any(scorer(samples[0].answer, row) for row in rows[1:])
-    assert (arguments.model, arguments.max_new_tokens) == ("sdar-tiny-mrp", task.answer_tokens)
+    assert (found.scorer_name, found.raw) == (task.right_when, True)

@@ -1,5 +1,6 @@
-"""The `mrp` command: what it lists, what it prints, how it fails."""
+"""The `mrp` command as a whole: its help, how it reports errors, and what may be written on its command line."""
 
+import ast
 import json
 import os
 import subprocess
@@ -8,72 +9,91 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
-from local_hub import LocalHub
-from transformers import AutoTokenizer
+import typer
+from typer.testing import CliRunner
 
-from modeling_mrp import MRPForDiffusionLM
-from mrp_trainer.checkpoints.convert import convert
-from mrp_trainer.checkpoints.head_files import save_head
 from mrp_trainer.commands import cli
-from mrp_trainer.commands.cli import BENCHMARKS, COMMANDS, main
+from mrp_trainer.commands.cli import app, main
 
 ROOT = Path(__file__).parents[1]
 BLOCK4 = ROOT / "tests" / "golden" / "block4"
-PROMPTS = ["what is one plus two ?", "four minus one ?"]
+COMMANDS = ["demo", "convert", "train", "trajectories", "generate", "eval", "claims", "verify", "push", "bench"]
+BENCHMARKS = ["loss", "decode", "shapes", "train"]
 
 
-@pytest.fixture
-def folder(tmp_path, tiny_model, word_tokenizer):
-    """One of our own checkpoints, with a tokenizer that has a chat template."""
-    tiny_model(vocab_size=20).save_pretrained(tmp_path / "model")
-    word_tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def run_json(capsys, *argv) -> dict:
-    assert main([*map(str, argv), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def shown_help(*words) -> str:
+    result = CliRunner().invoke(app, [*words, "--help"], prog_name="mrp")
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def expect_error(capsys, *argv) -> str:
-    """The one line that bad input leaves on stderr, with exit status 2."""
-    try:
-        status = main(list(map(str, argv)))
-    except SystemExit as stop:  # argparse's own
-        status = stop.code
+    """Run a command that must fail; returns the one line on stderr."""
+    status = main(list(map(str, argv)))
     shown = capsys.readouterr()
-    assert status == 2 and shown.out == "" and "Traceback" not in shown.err
-    return shown.err.strip().splitlines()[-1]
+    assert status == 2 and shown.out == ""
+    (line,) = shown.err.strip().splitlines()
+    assert line.startswith("mrp: error: ")
+    return line
 
 
 # --- help
 
 
-def test_help_lists_every_command_and_answers_without_loading_transformers():
-    code = "import sys; from mrp_trainer.commands import cli; cli.main(['--help']); assert 'torch' not in sys.modules"
+def test_help_lists_every_command():
+    text = shown_help()
+    assert [line.split()[0] for line in text[text.index("Commands:") :].splitlines()[1:11]] == COMMANDS
+    text = shown_help("bench")
+    assert [line.split()[0] for line in text[text.index("Commands:") :].splitlines()[1:5]] == BENCHMARKS
+
+
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_no_command_shows_the_help(capsys, words):
+    assert main(words) == 0
+    assert "Usage: mrp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["--help", "", "bench", "eval --help", "bench train --help", "genrate"])
+def test_help_and_usage_errors_load_neither_torch_nor_transformers(words):
+    code = (
+        f"import sys; from mrp_trainer.commands.cli import main; main({words.split()}); "
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(f"  {name} " in done.stdout and summary in done.stdout for name, (_, _, summary) in COMMANDS.items())
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *(f"bench {name}" for name in BENCHMARKS)])
-def test_every_command_has_help_with_an_example(capsys, name):
-    try:
-        assert main([*name.split(), "--help"]) == 0
-    except SystemExit as stop:
-        assert stop.code == 0
-    shown = capsys.readouterr().out.lower()
-    assert "usage: mrp" in shown
-    assert f"mrp {name}" in shown[shown.index("example:") :]
+def test_every_command_has_help_that_ends_with_an_example(name):
+    text = shown_help(*name.split())
+    assert text.startswith(f"Usage: mrp {name} ")
+    heading, example = text.rstrip().splitlines()[-2:]
+    assert heading.strip() == "Example:" and example.strip().startswith(f"mrp {name} ".rstrip())
+
+
+def test_options_of_training_come_before_those_of_transformers():
+    text = shown_help("train")
+    ours, theirs = text.index("--unroll-steps"), text.index("Options of transformers' TrainingArguments:")
+    assert ours < theirs < text.index("--weight-decay")
 
 
 def test_the_installed_command_is_this_one():
-    scripts = (ROOT / "pyproject.toml").read_text()
-    module, function = (
-        next(line for line in scripts.splitlines() if line.startswith("mrp = ")).split('"')[1].split(":")
-    )
-    assert vars(import_module(module))[function] is main
+    line = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("mrp = "))
+    module, function = line.split('"')[1].split(":")
+    assert getattr(import_module(module), function) is main
+
+
+def test_python_runs_the_package_as_the_command():
+    command = [sys.executable, "-m", "mrp_trainer.commands", "push", str(BLOCK4)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Missing argument 'REPO_ID'" in done.stderr
+
+
+def test_no_other_part_of_the_package_imports_the_commands():
+    for path in (ROOT / "trainer").rglob("*.py"):
+        if path.parent.name != "commands":
+            imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+            assert not any("commands" in (node.module or "").split(".") for node in imports), path
 
 
 # --- errors
@@ -82,125 +102,157 @@ def test_the_installed_command_is_this_one():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["genrate"], "unknown command 'genrate', did you mean 'generate'?"),
-        (["bench", "los"], "unknown command 'los', did you mean 'loss'?"),
-        (["convert", "only-one"], "the following arguments are required: DST"),
-        (["convert", "no/such/place", "out"], "no/such/place is no folder here and cannot be fetched from the Hub"),
+        (["genrate"], "No such command 'genrate'. Did you mean 'generate'?; see mrp --help"),
+        (["bench", "los"], "No such command 'los'. Did you mean 'loss'?"),
+        (["convert", "only-one"], "Missing argument 'DST'; see mrp convert --help"),
+        (["convert", "a", "b", "--overwrit"], "--overwrite"),
+        (["convert", "a", "b", "--head"], "Invalid value for --head: a value must follow it"),
+        (["convert", "a", "b", "--head", "--json"], "Invalid value for --head: a value must follow it"),
+        (["verify", "words", "--draft", "tail"], "Invalid value for '--draft'"),
+        (["eval", "words", "--data", "a", "--scorer", "exact", "--skip", "-1"], "Invalid value for '--skip'"),
+        (["convert", "no/such/place", "out"], "no/such/place is not a local folder, and downloading it from the Hub"),
+        (
+            ["convert", "no/such/place", "out"],
+            "(embedded checkpoints: words (sdar-tiny-mrp), code (sdar-tiny-code-mrp)",
+        ),
         (["convert", BLOCK4, BLOCK4], "exists already"),
-        (["generate", "no/such/place", "--prompt", "a"], "no/such/place is no folder here"),
+        (["generate", "no/such/place", "--prompt", "a"], "no/such/place is not a local folder"),
         (["generate", BLOCK4], "there is no prompt: give --prompt TEXT or --prompt-file FILE"),
-        (["generate", BLOCK4, "--prompt-file", "missing.txt"], "missing.txt"),
-        (["generate", BLOCK4, "--prompt", "a", "--mrp_mode"], "--mrp_mode has no value"),
-        (["generate", BLOCK4, "--prompt", "a", "b"], "unexpected argument 'b'"),
+        (["generate", BLOCK4, "--prompt-file", "missing.txt"], "missing.txt does not exist"),
+        (["generate", BLOCK4, "--prompt", "a", "--mrp-mode"], "--mrp-mode has no value"),
+        (["generate", BLOCK4, "--prompt", "a", "--mrp_mode", "--json"], "--mrp_mode has no value"),
+        (["generate", BLOCK4, "--prompt", "a", "--eos-token-id", "["], "--eos-token-id: '[' is not valid YAML"),
+        (["generate", BLOCK4, "--prompt", "a", "b"], "Got unexpected extra argument"),
+        (["trajectories", BLOCK4, "--data", "a", "--out", "b.json"], "--out must end in .parquet, got b.json"),
+        (
+            ["trajectories", BLOCK4, "--data", "a", "--out", "b.parquet", "--options", "x"],
+            "--options is not valid JSON",
+        ),
+        (["demo", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["push", BLOCK4, "org/name"], "run `mrp convert` on it first"),
-        (["train", "missing.yaml"], "missing.yaml"),
+        (["train", "missing.yaml"], "config file missing.yaml does not exist"),
+        (["train", "--lr", "1e-4"], "unknown option 'lr' on the command line: did you mean 'learning_rate'?"),
+        (["eval", "words", "--data", "nofile.jsonl", "--scorer", "exact"], "nofile.jsonl does not exist"),
     ],
 )
 def test_bad_input_is_one_clear_line(capsys, argv, message):
     assert message in expect_error(capsys, *argv)
 
 
+@pytest.fixture
+def run_raising(monkeypatch):
+    """A function that runs a command which raises the given error."""
+
+    def run(error):
+        def command():
+            raise error
+
+        one = typer.Typer()
+        one.callback(invoke_without_command=True)(command)
+        monkeypatch.setattr(cli, "app", one)
+        return main([])
+
+    return run
+
+
+def test_a_bug_is_not_reported_as_bad_input(run_raising):
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_raising(RuntimeError("a bug"))
+
+
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("error", "status", "line"),
     [
-        (["--mrp_mode", "specc"], "Did you mean 'spec'?"),
-        (["--mrp_step", "3"], "Did you mean 'mrp_steps'?"),
-        (["--mrp_steps", "0"], "mrp_steps must be an integer of at least 1, got 0"),
-        (["--head", "."], "holds no head"),
-        (["--stream", "--json"], "--stream shows one prompt as text"),
+        (ValueError("two\nlines"), 2, "mrp: error: two lines\n"),
+        (FileNotFoundError(2, "No such file", "here.txt"), 2, "mrp: error: here.txt does not exist\n"),
+        (PermissionError(13, "Permission denied", "x"), 2, "mrp: error: [Errno 13] Permission denied: 'x'\n"),
+        (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_bad_options_of_generate_are_one_clear_line(capsys, folder, option, message):
-    assert message in expect_error(capsys, "generate", folder, "--prompt", "one", *option)
+def test_errors_become_a_status_and_a_line(run_raising, capsys, error, status, line):
+    assert run_raising(error) == status
+    assert capsys.readouterr().err == line
 
 
-def test_a_bug_is_not_dressed_up_as_bad_input(monkeypatch):
-    def broken(argv):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setitem(COMMANDS, "convert", (".cli", "broken", ""))
-    monkeypatch.setattr(cli, "broken", broken, raising=False)
-    with pytest.raises(RuntimeError, match="a bug"):
-        main(["convert"])
-
-
-# --- commands
+def test_a_closed_pipe_is_quiet():
+    code = "import sys; from mrp_trainer.commands.cli import main; sys.exit(main(['eval', '--help']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_convert_reports_what_it_wrote(capsys, tmp_path):
-    report = run_json(capsys, "convert", BLOCK4, tmp_path / "out")
-    assert (report["head"], report["num_mrp_layers"], report["dtype"]) == ("kept", 2, "float32")
-    model = MRPForDiffusionLM.from_pretrained(tmp_path / "out")
-    assert report["parameters"] == model.num_parameters()
-    assert main(["convert", str(BLOCK4), str(tmp_path / "out"), "--overwrite", "--num-mrp-layers", "0"]) == 0
-    assert "none" in capsys.readouterr().out
-    assert MRPForDiffusionLM.from_pretrained(tmp_path / "out").mrp_head is None
+# --- what may be written
 
 
-@pytest.mark.parametrize("raw", [True, False])
-def test_generate_decodes_a_batch_as_the_model_does_row_by_row(capsys, folder, raw):
-    """Left padding and the chat template included; the reference feeds each prompt alone, ids from the tokenizer."""
-    options = {"mrp_mode": "direct", "mrp_steps": 2, "max_new_tokens": 10}
-    prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
-    flags = ["--mrp-mode", "direct", "--mrp_steps", "2", "--max-new-tokens", "10", *(["--raw"] if raw else [])]
-    found = run_json(capsys, "generate", folder, *prompts, *flags)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), MRPForDiffusionLM.from_pretrained(folder)
-    for prompt, result in zip(PROMPTS, found["results"], strict=True):
-        ids = tokenizer(prompt if raw else f"{prompt} . so", return_tensors="pt").input_ids
-        out = model.generate(ids, **options, return_dict_in_generate=True)
-        assert result["text"] == tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
-        assert result["backbone_forwards"] == out.stats.backbone_forwards.item()
-        assert result["prompt"] == prompt
-    assert found["options"] == options
+def values_of(name: str, *words) -> dict:
+    """The parameters that a command would be called with."""
+    command = typer.main.get_command(app)
+    with command.make_context("mrp", [*name.split(), *words], resilient_parsing=True) as context:
+        for part in name.split():
+            command = command.commands[part]
+        return command.make_context(part, list(words), parent=context).params
 
 
-def test_generate_prints_and_streams_the_same_text(capsys, folder, tmp_path):
-    (tmp_path / "prompts.txt").write_text(f"{PROMPTS[0]}\n\n")
-    common = ["generate", str(folder), "--prompt-file", str(tmp_path / "prompts.txt"), "--max-new-tokens", "9"]
-    assert main(common) == 0
-    printed = capsys.readouterr().out
-    assert main([*common, "--stream"]) == 0
-    assert capsys.readouterr().out.split() == printed.split() != []
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["words", "--steps", "2,4", "--modes", "spec,direct"],
+        ["words", "--steps", "2", "4", "--modes", "spec", "direct"],
+        ["--modes", "spec,direct", "words", "--steps=2,4"],
+        ["--modes", "spec,", "direct", "--steps", "2", "--steps", "4", "--", "words"],
+    ],
+)
+def test_lists_are_written_with_commas_or_spaces(words):
+    found = values_of("eval", "--data", "a.jsonl", "--scorer", "exact", *words)
+    assert (list(found["steps"]), list(found["modes"]), found["model"]) == ([2, 4], ["spec", "direct"], "words")
 
 
-def test_generate_samples_by_seed(capsys, folder):
-    common = ["generate", folder, "--prompt", PROMPTS[0], "--do_sample", "true", "--temperature", "3.0"]
-    first, again, other = (run_json(capsys, *common, "--seed", seed)["results"][0]["text"] for seed in (1, 1, 2))
-    assert first == again != other
+@pytest.mark.parametrize(
+    ("name", "option", "words", "expected"),
+    [
+        ("bench decode", "batch_sizes", ["words", "--batch-sizes", "1", "4", "16"], [1, 4, 16]),
+        ("bench decode", "batch_sizes", ["words", "--batch_sizes", "1,4"], [1, 4]),
+        ("bench decode", "batch_sizes", ["words"], [1, 4, 16]),
+        ("bench shapes", "shapes", ["--shapes", "4b", "8b", "--json"], ["4b", "8b"]),
+        ("bench shapes", "candidates", ["--candidates", "1,2"], [1, 2]),
+        ("claims", "only", ["words", "--only", "gain", "remask"], ["gain", "remask"]),
+        ("claims", "only", ["words", "--only", "gain,remask"], ["gain", "remask"]),
+        ("verify", "prompt", ["words", "--prompt", "one, two", "--prompt", "three"], ["one, two", "three"]),
+    ],
+)
+def test_lists_of_every_command(name, option, words, expected):
+    assert list(values_of(name, *words)[option]) == expected
 
 
-def test_generate_puts_a_trained_head_on_its_backbone(capsys, tmp_path, tiny_model, word_tokenizer):
-    model = tiny_model(vocab_size=20)
-    save_head(model, tmp_path / "head")
-    with torch.no_grad():
-        model.mrp_head.norm.weight.zero_()
-    model.save_pretrained(tmp_path / "model")
-    word_tokenizer.save_pretrained(tmp_path / "model")
-    common = ["--prompt", PROMPTS[0], "--mrp_mode", "direct", "--mrp_steps", "3", "--max-new-tokens", "24"]
-    with_head = run_json(capsys, "generate", tmp_path / "model", *common, "--head", tmp_path / "head")
-    without = run_json(capsys, "generate", tmp_path / "model", *common)
-    assert with_head["results"][0]["text"] != without["results"][0]["text"]
+def test_options_are_accepted_in_snake_case_too():
+    found = values_of(
+        "convert", "a", "b", "--num_mrp_layers", "0", "--head_init=backbone_layers", "--mask-token-id", "3"
+    )
+    assert (found["num_mrp_layers"], found["head_init"], found["mask_token_id"]) == (0, "backbone_layers", 3)
+    assert values_of("verify", "words", "--max_new_tokens", "9")["max_new_tokens"] == 9
 
 
-def test_push_uploads_from_the_command_line(tmp_path):
-    convert(BLOCK4, tmp_path / "out")
-    with LocalHub() as hub:
-        command = [
-            sys.executable,
-            "-m",
-            "mrp_trainer.commands.cli",
-            "push",
-            str(tmp_path / "out"),
-            "org/mine",
-            "--json",
-        ]
-        environment = {**os.environ, **hub.environment(tmp_path / "cache")}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["commit_url"].endswith(hub.repositories["org/mine"][-1].sha)
-        assert "modeling_mrp.py" in hub.repositories["org/mine"][-1].files
+@pytest.mark.parametrize("none", ["none", "None"])
+def test_none_leaves_an_option_unset(none):
+    found = values_of("convert", "a", "b", "--head", none, "--num-mrp-layers", none)
+    assert found["head"] is found["num_mrp_layers"] is None
+    assert list(values_of("generate", "words", "--prompt", none)["prompt"]) == [none]
 
 
-def test_a_file_that_is_not_there_is_named(capsys):
-    assert main(["eval", "sdar-tiny-mrp", "--data", "nofile.jsonl", "--scorer", "exact"]) == 2
-    assert capsys.readouterr().err == "mrp: error: nofile.jsonl is not there: check the name\n"
+@pytest.mark.parametrize(
+    ("words", "count"), [(["--calibrate"], 32), (["--calibrate", "--json"], 32), (["--calibrate", "2"], 2)]
+)
+def test_calibration_needs_no_number(words, count):
+    assert values_of("eval", "words", "--data", "a", "--scorer", "exact", *words)["calibrate"] == count
+
+
+@pytest.mark.parametrize("name", ["sdar-tiny-mrp", "words"])
+def test_an_embedded_checkpoint_is_found_by_either_name(capsys, name):
+    prompt = "Tom has 23 apples, buys 14. How many?"
+    command = ["generate", name, "--prompt", prompt, "--raw", "--max-new-tokens", "48", "--json"]
+    assert main([*command, "--mrp-mode", "none", "--denoising-steps", "8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "37" in found["results"][0]["text"]
+    assert found["options"] == {"max_new_tokens": 48, "mrp_mode": None, "denoising_steps": 8}

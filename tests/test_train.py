@@ -11,7 +11,8 @@ import pytest
 import torch
 from train_runs import ENVIRONMENT, ON_TWO, ROOT, TRAIN, head, logs, losses, run, same, write_data
 
-from mrp_trainer.arguments import MRPTrainingArguments, parse_arguments
+from mrp_trainer.argument_parsing import parse_arguments
+from mrp_trainer.arguments import MRPTrainingArguments
 from mrp_trainer.train import build_trainer, checkpoint_to_resume, main
 
 RECIPES = ROOT / "hub_cards" / "recipes"

@@ -8,7 +8,9 @@ import torch
 from modeling_mrp import MRPForDiffusionLM
 from mrp_trainer.checkpoints.convert import convert
 from mrp_trainer.checkpoints.head_files import save_head
-from mrp_trainer.evaluation.verify import describe, main, passed, verify
+from mrp_trainer.commands.cli import main
+from mrp_trainer.commands.verify import describe_check
+from mrp_trainer.evaluation.verify import passed, verify
 
 
 @pytest.fixture
@@ -34,8 +36,8 @@ def test_a_difference_is_located_with_its_candidates(tiny_model, word_tokenizer,
     for check in found:
         difference = check.difference
         assert difference.expected != difference.found
-        assert "DIFFERENT" in describe(check, strict=True)
-        assert f"position {difference.position}" in describe(check, strict=True)
+        assert "DIFFERENT" in describe_check(check, strict=True)
+        assert f"position {difference.position}" in describe_check(check, strict=True)
     greedy = next(check.difference for check in found if "static, greedy" in check.name)
     row = inputs["input_ids"][greedy.prompt][inputs["attention_mask"][greedy.prompt].bool()][None]
     plain = model.generate(row, mrp_mode=None, max_new_tokens=40)
@@ -45,7 +47,16 @@ def test_a_difference_is_located_with_its_candidates(tiny_model, word_tokenizer,
 def test_command_exits_1_on_a_difference_and_0_without(tiny_model, word_tokenizer, tmp_path, capsys):
     tiny_model(block_size=8, vocab_size=20).save_pretrained(tmp_path)
     word_tokenizer.save_pretrained(tmp_path)
-    arguments = [str(tmp_path), "--prompt", "what is one plus two ?", "--raw", "--max-new-tokens", "30", "--json"]
+    arguments = [
+        "verify",
+        str(tmp_path),
+        "--prompt",
+        "what is one plus two ?",
+        "--raw",
+        "--max-new-tokens",
+        "30",
+        "--json",
+    ]
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["ok"]
     assert main([*arguments[:-1], "--steps", "8"]) == 0
@@ -73,7 +84,7 @@ def test_a_row_that_depends_on_its_neighbours_is_located(tiny_model, word_tokeni
     check = next(check for check in checks if check.name == "a batch equals its rows, backbone-only")
     assert check.same < 2 and not passed(check, strict=False)
     assert check.difference.token_margin > 0.1
-    assert f"{check.difference.found!r}" in describe(check, strict=False)
+    assert f"{check.difference.found!r}" in describe_check(check, strict=False)
 
 
 def test_greedy_checks_do_not_sample_whatever_the_checkpoint_prefers(tiny_model, word_tokenizer, inputs):
@@ -87,7 +98,7 @@ def test_a_backbone_other_than_the_recorded_one_is_reported(tiny_model, word_tok
     tiny_model(block_size=8, vocab_size=20).save_pretrained(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "whole")
     word_tokenizer.save_pretrained(tmp_path / "whole")
-    arguments = [str(tmp_path / "whole"), "--prompt", "so then", "--raw", "--max-new-tokens", "8"]
+    arguments = ["verify", str(tmp_path / "whole"), "--prompt", "so then", "--raw", "--max-new-tokens", "8"]
     assert main(arguments) == 0
     assert "same      1/1  the backbone is source" in capsys.readouterr().out
     model = MRPForDiffusionLM.from_pretrained(tmp_path / "whole")
@@ -97,8 +108,8 @@ def test_a_backbone_other_than_the_recorded_one_is_reported(tiny_model, word_tok
     assert "DIFFERENT 0/1  the backbone is source" in capsys.readouterr().out
     convert(tmp_path / "whole", tmp_path / "again")  # keeps the recorded hash
     word_tokenizer.save_pretrained(tmp_path / "again")
-    assert main([str(tmp_path / "again"), *arguments[1:]]) == 1
+    assert main(["verify", str(tmp_path / "again"), *arguments[2:]]) == 1
     save_head(model, tmp_path / "head")  # as if trained on the backbone as it is now
     convert(tmp_path / "whole", tmp_path / "trained", head=tmp_path / "head")
     word_tokenizer.save_pretrained(tmp_path / "trained")
-    assert main([str(tmp_path / "trained"), *arguments[1:]]) == 0
+    assert main(["verify", str(tmp_path / "trained"), *arguments[2:]]) == 0

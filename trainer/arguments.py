@@ -1,13 +1,10 @@
 """Options of training: model, data, and the trainer's own on top of transformers' TrainingArguments; one flat YAML."""
 
-import difflib
 from argparse import SUPPRESS
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
-import yaml
-from transformers import HfArgumentParser, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy
+from transformers import TrainingArguments
 
 from .data.rows import LONG_SAMPLES
 from .losses.acceptance import DIVERGENCES
@@ -18,46 +15,57 @@ HEAD_INITS = ("fresh", "backbone_layers")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def option(default, help: str, **kwargs):
-    """A dataclass field with help text; lists and dicts are copied for each instance."""
+def option(default: Any, help: str) -> Any:
+    """A dataclass field with help text; a list or dict is copied for each instance."""
     if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata={"help": help}, **kwargs)
-    return field(default=default, metadata={"help": help}, **kwargs)
+        return field(default_factory=default.copy, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
 class ModelArguments:
-    """Which backbone, and how the head on it starts."""
+    """The backbone, and how the head on it is initialised."""
 
-    base_model: str | None = option(None, "Folder or Hub id of an SDAR, SDAR-MRP or own checkpoint. Required.")
-    base_revision: str | None = option(None, "Revision of it on the Hub.")
-    head: str | None = option(None, "Folder or Hub id of a head to start from (a head checkpoint of this trainer).")
+    base_model: str | None = option(
+        None,
+        "Folder or Hub id of an SDAR, SDAR-MRP or own checkpoint, or the name of an embedded one (words, code). "
+        "Required.",
+    )
+    base_revision: str | None = option(None, "Revision of base_model on the Hub.")
+    head: str | None = option(None, "Folder or Hub id of a head to start from, as this trainer saves it.")
     num_mrp_layers: int | None = option(
-        None, "Layers of the head; default: those of the checkpoint's own head, or 3 where it has none."
+        None, "Number of layers of the head; default: those of the checkpoint's own head, or 3 where it has none."
     )
     head_init: str = option(
-        "fresh", f"How the layers of a new head start, one of {', '.join(HEAD_INITS)}: at random or as copies."
+        "fresh",
+        f"How the layers of a new head are initialised, one of {', '.join(HEAD_INITS)}: at random, or as copies of "
+        "the backbone's last layers.",
     )
     mrp_residual: bool | None = option(
         None,
-        "false: the head predicts the full next distribution, not the change (an ablation); default: as the "
-        "checkpoint's own head, or true.",
+        "Whether the head predicts the change of the logits; false: the full next distribution (an ablation). "
+        "Default: as the checkpoint's own head does, or true.",
     )
     lora_rank: int | None = option(
         None,
-        "Train the head's layers by LoRA of this rank (needs head_init: backbone_layers, or the checkpoint's head).",
+        "Train LoRA updates of this rank on the head's layers; needs head_init: backbone_layers, or the checkpoint's "
+        "head.",
     )
-    lora_alpha: float | None = option(None, "LoRA updates are scaled by alpha / rank; default: 2 * rank.")
+    lora_alpha: float | None = option(
+        None, "LoRA updates are scaled by lora_alpha / lora_rank; default: 2 * lora_rank."
+    )
     lora_dropout: float = option(0.0, "Dropout on the input of the LoRA updates.")
     base_adapter: str | None = option(
-        None, "Folder or Hub id of a LoRA fine-tune of the backbone; it is merged into it first."
+        None, "Folder or Hub id of a LoRA adapter of the backbone; it is merged into the backbone first."
     )
-    block_size: int | None = option(None, "Tokens per block, when the checkpoint's config does not say or is wrong.")
-    mask_token_id: int | None = option(None, "Id of the mask token, when the checkpoint's config does not say.")
+    block_size: int | None = option(
+        None, "Number of tokens per block, if the checkpoint's config does not state it or is wrong."
+    )
+    mask_token_id: int | None = option(None, "Id of the mask token, if the checkpoint's config does not state it.")
     backbone_dtype: str = option("auto", f"Dtype of the frozen backbone, one of {', '.join(DTYPES)}.")
     attn_implementation: str | None = option(
         None,
-        "sdpa, eager or flex_attention; default: flex_attention on CUDA (with bf16 or fp16 from torch 2.11 on), else "
+        "sdpa, eager or flex_attention; default: flex_attention on CUDA (with bf16 or fp16: from torch 2.11), else "
         "sdpa.",
     )
 
@@ -67,39 +75,42 @@ class ModelArguments:
         _at_least("num_mrp_layers", self.num_mrp_layers, 1)
         _at_least("lora_rank", self.lora_rank, 1)
         if self.lora_rank is not None and self.head is not None:
-            raise ValueError("lora_rank cannot be combined with head: merge that head into base_model by mrp convert")
+            raise ValueError(
+                "lora_rank cannot be combined with head: merge that head into base_model with mrp convert"
+            )
         _at_least("block_size", self.block_size, 1)
         _at_least("mask_token_id", self.mask_token_id, 0)
 
 
 @dataclass
 class DataArguments:
-    """Where the samples come from and how they become rows."""
+    """Where the samples come from, and how they become rows."""
 
     train_data: str | None = option(
         None, "jsonl or parquet file, folder, or Hub data set with messages, prompt and completion, or text. Required."
     )
     eval_data: str | None = option(
-        None, "The same for held-out evaluation, every eval_steps steps (default: as many as save_steps)."
+        None,
+        "Held-out data, in the same forms; evaluated every eval_steps steps unless eval_strategy says otherwise.",
     )
-    data_config: str | None = option(None, "Configuration of the Hub data sets.")
+    data_config: str | None = option(None, "Name of the configuration of the Hub data sets.")
     train_split: str = option("train", "Split to train on.")
     eval_split: str = option("train", "Split of eval_data to evaluate on.")
-    streaming: bool = option(False, "Read train_data as it is used; needs max_steps.")
-    shuffle_buffer: int = option(1000, "Samples that a stream is shuffled in; 0: not at all.")
-    sequence_length: int = option(1024, "Tokens per row.")
+    streaming: bool = option(False, "Read train_data while training instead of preparing it first; needs max_steps.")
+    shuffle_buffer: int = option(1000, "Size of the buffer that a stream is shuffled in; 0 does not shuffle.")
+    sequence_length: int = option(1024, "Number of tokens per row.")
     packing: bool = option(True, "Put several samples into one row.")
     long_samples: str = option(
-        "split", f"What happens to samples longer than a row, one of {', '.join(LONG_SAMPLES)}."
+        "split", f"What to do with samples longer than a row, one of {', '.join(LONG_SAMPLES)}."
     )
     append_eos: bool = option(True, "End texts and completions with the end-of-text token.")
-    preprocessing_processes: int = option(1, "Processes that tokenize.")
+    preprocessing_processes: int = option(1, "Number of processes that tokenize.")
 
     def __post_init__(self):
         _one_of("long_samples", self.long_samples, LONG_SAMPLES)
         if self.eval_data is not None and (self.eval_data, self.eval_split) == (self.train_data, self.train_split):
             raise ValueError(
-                f"eval_data is {self.eval_data} and eval_split {self.eval_split!r}, what is trained on: name held-out "
+                f"eval_data {self.eval_data} with eval_split {self.eval_split!r} is the training data: name held-out "
                 "data or another split"
             )
         _at_least("sequence_length", self.sequence_length, 1)
@@ -109,18 +120,22 @@ class DataArguments:
 
 @dataclass
 class MRPTrainingArguments(TrainingArguments):
-    """transformers' TrainingArguments with other defaults, and what the corruption and the loss need."""
+    """transformers' TrainingArguments with other defaults, and the options of the corruption and the loss."""
 
-    output_dir: str | None = option("mrp-head", "Where checkpoints go.")
+    output_dir: str | None = option("mrp-head", "Folder for checkpoints and the trained head.")
     learning_rate: float = option(1e-3, "Peak learning rate.")
     lr_scheduler_type: str = option("cosine_with_min_lr", "Learning rate schedule.")
     lr_scheduler_kwargs: dict | str | None = option(
         None, 'Options of the schedule; default for cosine_with_min_lr: {"min_lr_rate": 0.1}.'
     )
-    num_train_epochs: float = option(1.0, "Passes over the data.")
-    logging_steps: float = option(10, "Steps between log lines.")
+    num_train_epochs: float = option(1.0, "Number of passes over the data.")
+    logging_steps: float = option(10, "Number of steps between log lines.")
     per_device_eval_batch_size: int | None = option(
-        None, "Rows per device in an evaluation; default: per_device_train_batch_size."
+        None, "Number of rows per device in an evaluation; default: per_device_train_batch_size."
+    )
+    eval_steps: float | None = option(None, "Number of steps between evaluations of eval_data; default: save_steps.")
+    resume_from_checkpoint: str | None = option(
+        None, "Checkpoint folder to resume from; auto resumes from the last complete checkpoint in output_dir, if any."
     )
     remove_unused_columns: bool = field(default=False, metadata={"help": SUPPRESS})  # the collator needs its columns
     # Recent releases of transformers call gradient checkpointing so. Declared here, older releases know the name too.
@@ -135,29 +150,34 @@ class MRPTrainingArguments(TrainingArguments):
     activation_checkpointing_kwargs: dict | str | None = option(None, "Options of activation_checkpointing.")
 
     muon_learning_rate: float | None = option(
-        None, "Train the head's matrices by Muon at this peak rate, the rest by AdamW; default: AdamW for all."
+        None, "Train the head's matrices with Muon at this peak rate, and the rest with AdamW; default: AdamW for all."
     )
-    unroll_steps: int = option(3, "K: reveals in a row, each followed by one step of the head.")
+    unroll_steps: int = option(3, "K: number of successive reveals, each followed by one step of the head.")
     reveal: str = option(
         "random",
-        f"Which masked tokens a reveal shows, one of {', '.join(REVEALS)}: any, or those that the backbone is surest "
-        "of (one more frozen forward).",
+        f"Which masked tokens a reveal shows, one of {', '.join(REVEALS)}: any, or those with the backbone's highest "
+        "confidence (one more frozen forward).",
     )
-    reveal_counts: list[int] = option([1], "Tokens that a block reveals at a step; drawn when there are several.")
-    noise_eps: float = option(1e-3, "Lower end of the masking probability.")
+    reveal_counts: list[int] = option(
+        [1], "Number of tokens that a block reveals at a step; drawn at random from several numbers."
+    )
+    noise_eps: float = option(1e-3, "Lower bound of the masking probability.")
     noise_per_block: bool = option(False, "Draw one masking probability per block instead of one per sample.")
     divergence: str = option("kl", f"Loss at each masked position, one of {', '.join(DIVERGENCES)}.")
     choice_weight: float = option(
-        0.0, "Weight of a further term: reveal next the token, at the position, that the backbone will."
+        0.0,
+        "Weight of an additional term: the probability of the token, at the position, that the backbone reveals next.",
     )
     kl_temperature: float = option(1.0, "Temperature of both distributions in the loss.")
-    kl_chunk_rows: str = option("auto", "Rows whose logits exist at one time in the loss: auto or a number.")
+    kl_chunk_rows: str = option("auto", "Number of rows whose logits exist at one time in the loss, or auto.")
     kl_backend: str = option("auto", f"Implementation of the loss, one of {', '.join(BACKENDS)}.")
     decode_prompts: int = option(
-        8, "Prompts of the evaluation data that each evaluation decodes: true tokens per forward and acceptance."
+        8, "Number of prompts that each evaluation decodes, to measure tokens per forward and acceptance."
     )
-    decode_new_tokens: int = option(64, "Tokens decoded for each of them.")
-    head_metrics: bool = option(True, "Log KL with and without the head and agreement per depth at logging steps.")
+    decode_new_tokens: int = option(64, "Number of tokens decoded for each of these prompts.")
+    head_metrics: bool = option(
+        True, "Log the KL with and without the head, and the agreement per depth, at logging steps."
+    )
 
     def __post_init__(self):
         self._fill_in()
@@ -175,11 +195,11 @@ class MRPTrainingArguments(TrainingArguments):
         if not 0 < self.noise_eps < 1:
             raise ValueError(f"noise_eps must lie between 0 and 1, got {self.noise_eps}")
         if self.remove_unused_columns:
-            raise ValueError("remove_unused_columns must be False: the collator needs columns the model does not take")
+            raise ValueError("remove_unused_columns must be False: the collator needs columns that the model does not")
         self._check_loss()
 
     def _check_loss(self):
-        """The options of the loss."""
+        """Check the options of the loss."""
         _one_of("divergence", self.divergence, DIVERGENCES)
         if not 0 <= self.choice_weight < float("inf"):
             raise ValueError(f"choice_weight must be at least 0, got {self.choice_weight}")
@@ -194,7 +214,9 @@ class MRPTrainingArguments(TrainingArguments):
             _at_least("kl_chunk_rows", int(self.kl_chunk_rows), 1)
 
     def _fill_in(self):
-        """The defaults that depend on other options."""
+        """Set the defaults that depend on other options."""
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            self.eval_steps = self.save_steps
         if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == "cosine_with_min_lr":
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         if self.per_device_eval_batch_size is None:
@@ -226,90 +248,6 @@ class MRPTrainingArguments(TrainingArguments):
     def noise_seed(self) -> int:
         """Seed of the noise: `data_seed`, or `seed` when that is not set."""
         return self.seed if self.data_seed is None else self.data_seed
-
-
-ARGUMENTS = (ModelArguments, DataArguments, MRPTrainingArguments)
-# Options that a config file may give as a path relative to its own folder.
-PATH_OPTIONS = ("base_model", "base_adapter", "head", "train_data", "eval_data")
-
-
-class _Parser(HfArgumentParser):
-    def error(self, message: str):
-        raise ValueError(message)
-
-
-def argument_parser() -> HfArgumentParser:
-    """Parser of `CONFIG.yaml --key value ...` that lists every option with its default."""
-    parser = _Parser(
-        ARGUMENTS,
-        prog="mrp train",
-        description="Train a residual head. Options come from a YAML file and are overridden by --key value.",
-        epilog="Example: mrp train hub_cards/recipes/tiny.yaml --learning_rate 5e-4 --output_dir heads/tiny",
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="flat YAML of the options below")
-    return parser
-
-
-def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, MRPTrainingArguments]:
-    """Options from a YAML file and the command line, the latter winning.
-
-    Args:
-        argv: `[CONFIG.yaml] [--key value ...]`.
-
-    Raises:
-        ValueError: for an unknown option (naming the nearest one), a value of the wrong kind or out of range.
-    """
-    parser = argument_parser()
-    known, unknown = parser.parse_known_args(argv)
-    for word in sorted(unknown, key=lambda word: not word.startswith("--")):
-        if word.startswith("--"):
-            raise _unknown_option(word[2:].split("=")[0], "on the command line")
-        raise ValueError(f"unexpected {word!r} on the command line: options are given as --key value")
-    if known.config is not None:
-        parser.set_defaults(**read_config(known.config))
-    model_args, data_args, args, _ = parser.parse_args_into_dataclasses(argv)
-    if data_args.eval_data is not None and args.eval_strategy == "no":
-        args.eval_strategy, args.eval_steps = IntervalStrategy.STEPS, args.eval_steps or args.save_steps
-    return model_args, data_args, args
-
-
-def read_config(path) -> dict:
-    """Read a flat YAML file of options.
-
-    A relative path in `PATH_OPTIONS` is looked up in the folder of the file first. If nothing is there it is left
-    unchanged: relative to the current folder, or a Hub id. `output_dir` is always relative to the current folder.
-
-    Raises:
-        ValueError: when it is no mapping or has a key that no option has, naming the nearest one.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"config file {path} does not exist")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold `key: value` lines, got a {type(values).__name__}")
-    for key in values:
-        if key not in option_names():
-            raise _unknown_option(str(key), f"in {path}")
-    for name in PATH_OPTIONS:
-        beside = path.parent / str(values.get(name))
-        if name in values and beside.exists():
-            values[name] = str(beside)
-    return values
-
-
-def option_names() -> list[str]:
-    """Names of all options."""
-    return [f.name for arguments in ARGUMENTS for f in fields(arguments) if f.init]
-
-
-def _unknown_option(name: str, where: str) -> ValueError:
-    near = difflib.get_close_matches(name, option_names(), n=1, cutoff=0.0)[0]
-    return ValueError(f"unknown option {name!r} {where}: did you mean {near!r}?")
 
 
 def _one_of(name: str, value, allowed: tuple):

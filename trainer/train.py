@@ -26,7 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 from modeling_mrp import MRPForDiffusionLM
 
-from .arguments import DataArguments, ModelArguments, MRPTrainingArguments, parse_arguments
+from .argument_parsing import parse_arguments
+from .arguments import DataArguments, ModelArguments, MRPTrainingArguments
 from .checkpoints.head_files import load_head
 from .checkpoints.loading import default_attention, load_tokenizer
 from .checkpoints.lora import apply_backbone_adapter, is_fresh, lora_head, without_peft

@@ -229,7 +229,9 @@ def build_command(recipe: Recipe) -> str:
     return "python -m hub_cards.build.build_tiny" + ("" if recipe.task.name == "words" else f" {recipe.task.name}")
 
 
-def figures_text(recipe: Recipe, samples: int, rows: list[ModeFigures], seconds: dict[str, float], quality: str = "") -> str:
+def figures_text(
+    recipe: Recipe, samples: int, rows: list[ModeFigures], seconds: dict[str, float], quality: str = ""
+) -> str:
     """The card's description of the task and its figures.
 
     The figures stand in a block that `hub_cards.build.results` can renew from result files.

@@ -73,6 +73,11 @@ class GenerationStats:
     drafts_proposed: torch.Tensor
     drafts_accepted: torch.Tensor
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[R], new tokens of each row, up to and including the end of text."""
+        return self.tokens_by_backbone + self.tokens_by_head
+
 
 @dataclass
 class MRPGenerateOutput(GenerateDecoderOnlyOutput):
@@ -285,7 +290,7 @@ class MRPGenerationMixin(GenerationMixin):
         )
 
     @staticmethod
-    def _noise_keys(prompts, lengths):
+    def _noise_keys(prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         index = torch.arange(prompts.shape[1], device=prompts.device)
         return row_keys(prompts, index < lengths[:, None])
 

@@ -1,12 +1,9 @@
 """`mrp bench decode`: every decoding mode by the clock, against backbone-only, published-style and autoregressive."""
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
 
 import torch
 from transformers import Qwen3ForCausalLM
@@ -15,21 +12,17 @@ from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.sampling import Sampler
 from modeling_mrp.step_rules import StepRule
 
-from ..checkpoints.loading import load
-from ..commands.cli import command_parser
-from ..commands.prompts import built_in_prompts, read_prompts
 from ..evaluation.decoding import (
     Answer,
     Totals,
     decode_batch,
-    encode,
     end_of_text_ids,
     left_padded,
     pad_token_id,
 )
-from ..evaluation.modes import FORMS, mode_options, needs_head
+from ..evaluation.modes import mode_options, needs_head
 from .plain_sdar_loop import plain_sdar_loop
-from .timing import DTYPES, StageClock, check_at_least_one, interleaved, machine, median_ratio, timed
+from .timing import StageClock, check_at_least_one, interleaved, median_ratio, timed
 
 STATIC, PLAIN, AUTOREGRESSIVE = "static", "plain-sdar", "autoregressive"
 REFERENCES = (STATIC, PLAIN, AUTOREGRESSIVE)  # speeds are compared with these
@@ -253,123 +246,3 @@ def _row(name: str, batch_size: int, seconds: dict[str, list[float]], profiles: 
         accepted=totals.acceptance,
         split=profile.split,
     )
-
-
-# --- the command
-
-
-def model_prompts(arguments, tokenizer) -> list[list[int]]:
-    """Token ids of the prompts that were given, or of built-in ones, repeated until there are `--prompts`."""
-    texts = read_prompts(arguments, required=False) or built_in_prompts(tokenizer, arguments.prompts)
-    inputs = encode(tokenizer, texts, raw=arguments.raw)
-    rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
-    return list(islice(cycle([ids[valid].tolist() for ids, valid in rows]), arguments.prompts))
-
-
-def table_head(references: Sequence[str]) -> str:
-    ratios = "".join(f"{'/ ' + name:>17}" for name in references)
-    split = "".join(f"{stage:>10}" for stage in (*STAGES, "rest"))
-    return (
-        f"{'mode':22}{'batch':>6}{'tokens/s':>10}{ratios}{'forwards':>10}{'head':>7}{'tok/fwd':>9}{'identical':>11}"
-        + split
-    )
-
-
-def table_line(row: Row) -> str:
-    ratios = "".join(f"{ratio:16.2f}x" for ratio in row.speedups.values())
-    identical = "-" if row.identical is None else f"{row.identical:.1%}"
-    split = "".join(f"{share:10.0%}" for share in row.split.values())
-    return (
-        f"{row.mode:22}{row.batch_size:6d}{row.tokens_per_second:10.1f}{ratios}{row.backbone_forwards:10d}"
-        f"{row.head_forwards:7d}{row.tokens_per_forward:9.2f}{identical:>11}{split}"
-    )
-
-
-def parser() -> argparse.ArgumentParser:
-    made = command_parser(
-        "bench decode",
-        "Tokens per second and forwards of every decoding mode, greedily, on the same prompts. Compared with\n"
-        f"  {STATIC}: backbone-only decoding of this package;\n"
-        f"  {PLAIN}: a plain loop as published with SDAR: one more forward per block to store keys and values,\n"
-        "    rows of a batch in lock-step;\n"
-        f"  {AUTOREGRESSIVE}: transformers' own generate of Qwen3ForCausalLM on the same weights, as many tokens as\n"
-        "    static decoding found (what they say means nothing: the weights were trained for blocks).\n"
-        "Ratios are medians over interleaved rounds. The split of the time is from a run of its own.",
-        "mrp bench decode sdar-tiny-mrp --modes spec-4 direct-3 plain-sdar --batch-sizes 1 16",
-    )
-    made.add_argument("model", metavar="MODEL", help="embedded checkpoint, folder or Hub id")
-    made.add_argument(
-        "--modes",
-        nargs="+",
-        metavar="MODE",
-        help=f"{FORMS}, or {', '.join(OUTSIDE)} (default: {' '.join(DEFAULT_MODES)})",
-    )
-    made.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4, 16], help="default: 1 4 16")
-    made.add_argument("--prompt", action="append", default=[], help="may be given several times")
-    made.add_argument("--prompt-file", help="one prompt per line, - for standard input")
-    made.add_argument("--raw", action="store_true", help="do not apply the tokenizer's chat template")
-    made.add_argument("--prompts", type=int, help="prompts to decode, repeated if need be (default: largest batch)")
-    made.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
-    made.add_argument("--ignore-eos", action="store_true", help="decode --max-new-tokens of every prompt")
-    made.add_argument("--repeats", type=int, default=3, help="timed rounds (default: 3)")
-    made.add_argument("--head", help="folder or Hub id of a trained head to put on the backbone")
-    made.add_argument("--revision", help="revision of MODEL on the Hub")
-    made.add_argument("--device", help="default: cuda when there is one")
-    made.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: the checkpoint's own")
-    made.add_argument("--json", action="store_true", help="print machine, settings and rows as JSON")
-    return made
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of `mrp bench decode`."""
-    arguments = parser().parse_args(argv)
-    check_at_least_one(batch_sizes=arguments.batch_sizes)
-    arguments.prompts = max(arguments.batch_sizes) if arguments.prompts is None else arguments.prompts
-    check_at_least_one(prompts=arguments.prompts)
-    model, tokenizer = load(arguments)
-    prompts = model_prompts(arguments, tokenizer)
-    decode = partial(
-        bench_decode,
-        model,
-        prompts,
-        modes=arguments.modes,
-        batch_sizes=arguments.batch_sizes,
-        max_new_tokens=arguments.max_new_tokens,
-        repeats=arguments.repeats,
-        ignore_eos=arguments.ignore_eos,
-    )
-    about = describe(model, prompts, arguments)
-    if arguments.json:
-        print(json.dumps({**about, "rows": [asdict(row) for row in decode()]}))
-        return 0
-    print("\n".join(f"{name:9} {value}" for name, value in about.items()))
-    print(
-        "/ X: tokens per second over those of X; forwards, head: calls, each over a batch; tok/fwd: new tokens\n"
-        "per forward and row; identical: answers that are those of static; then how the time splits\n"
-    )
-    shown = []
-
-    def show(row: Row):
-        if not shown:
-            print(table_head(list(row.speedups)))
-        shown.append(row)
-        print(table_line(row), flush=True)
-
-    decode(on_row=show)
-    return 0
-
-
-def describe(model, prompts: list[list[int]], arguments) -> dict[str, str]:
-    """What was compared on which machine, in words."""
-    config, lengths = model.config, [len(prompt) for prompt in prompts]
-    size = sum(parameter.numel() for parameter in model.model.parameters()) / 1e6
-    end = "whatever they say" if arguments.ignore_eos else "up to their end of text"
-    return {
-        "machine": machine(model.device),
-        "model": f"{arguments.model}, backbone of {config.num_hidden_layers} layers of {config.hidden_size} "
-        f"({size:.1f} M parameters), head of {config.num_mrp_layers}, vocabulary {config.vocab_size}, "
-        f"blocks of {config.block_size}, {str(model.dtype).removeprefix('torch.')}",
-        "prompts": f"{len(prompts)} of {min(lengths)} to {max(lengths)} tokens, at most {arguments.max_new_tokens} "
-        f"new tokens each, {end}",
-        "rounds": f"{arguments.repeats}, interleaved, after one that is not timed; medians",
-    }

@@ -1,10 +1,8 @@
 """`mrp bench loss`: the residual loss against plain PyTorch, torch.compile and Liger, in time and peak memory."""
 
-import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,8 +12,6 @@ from torch.autograd import DeviceType
 
 from ..losses.linear_kl import auto_chunk_rows, linear_kl, linear_kl_and_choice
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -24,27 +20,32 @@ def bench_loss(
     vocab_size: int = 151936,
     hidden_size: int = 256,
     dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     repeats: int = 5,
     chunk_rows: int | str = "auto",
 ) -> list[dict]:
-    """Time and peak memory of one forward and backward of each implementation, on the same random input.
+    """Measure time and peak memory of one forward and backward of each implementation, on the same random input.
 
-    Runs are interleaved, so that a busy machine is busy for all of them.
+    Runs are interleaved, so that a change in the machine's load affects all of them.
 
     Args:
-        rows, vocab_size, hidden_size: N, V, H.
-        dtype: of the hidden states and the weight.
-        device: "cpu" or "cuda".
-        repeats: timed runs of each, after one that is not timed.
-        chunk_rows: as in `linear_kl`; also the chunk of the bare matrix products.
+        rows: number of rows N.
+        vocab_size: size of the vocabulary V.
+        hidden_size: hidden size H.
+        dtype: dtype of the hidden states and the weight.
+        device: device to run on.
+        repeats: number of timed runs of each, after one that is not timed.
+        chunk_rows: as in `linear_kl`; also the chunk size of the bare matrix products.
 
     Returns:
-        One dict for each of "naive", "compile", "liger", "ours", "ours+choice" (what `choice_weight` needs beside the
-        loss, in one), "gemms" (the three matrix products alone, chunked as ours) and "gemms whole" (all rows in one
-        chunk): `name`; `seconds`, the median; `peak_bytes` beyond the inputs; `time_ratio` and `memory_ratio` to
-        naive; `gemm_ratio`, the time relative to the chunked products. Where one cannot run these are None and `note`
-        says why.
+        One dict for each of "naive", "compile", "liger", "ours", "ours+choice" (the loss together with what
+        `choice_weight` needs), "gemms" (the three matrix products alone, chunked as ours) and "gemms whole" (all rows
+        in one chunk): `name`; `seconds`, the median; `peak_bytes`, beyond the inputs; `time_ratio` and `memory_ratio`
+        to naive; `gemm_ratio`, the time relative to the chunked products. Where one cannot run, these are None and
+        `note` says why.
+
+    Raises:
+        ValueError: for a number below 1.
     """
     sizes = {"rows": rows, "vocab_size": vocab_size, "hidden_size": hidden_size, "repeats": repeats}
     for name, value in sizes.items():
@@ -77,16 +78,28 @@ def bench_loss(
 
 
 def naive_linear_kl(h_student: Tensor, h_teacher: Tensor, weight: Tensor) -> Tensor:
-    """The same loss [N] from two full sets of logits, as one would write it without further thought."""
+    """The same loss, computed from two full sets of logits.
+
+    Args:
+        h_student: hidden states of the student, [N, H].
+        h_teacher: hidden states of the teacher, [N, H].
+        weight: weight of the output layer, [V, H].
+
+    Returns:
+        The loss of each row, [N].
+    """
     teacher = F.log_softmax((h_teacher @ weight.t()).float(), dim=-1)
     student = F.log_softmax((h_student @ weight.t()).float(), dim=-1)
     return F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
 
 
 def peak_memory(step: Callable[[], object]) -> int:
-    """Most bytes of tensor memory that `step` holds at any time, beyond what was held before it.
+    """Peak bytes of tensor memory during `step`, beyond what was allocated before it.
 
-    On a CPU this sums the profiler's allocation events; tracemalloc does not see tensors.
+    On a CPU this sums the allocation events of the profiler, since tracemalloc does not see tensors.
+
+    Args:
+        step: the function to measure.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -124,7 +137,7 @@ def _kl_and_log_prob(h_student: Tensor, h_teacher: Tensor, weight: Tensor, chunk
 
 
 def _three_products(h_student: Tensor, h_teacher: Tensor, weight: Tensor, chunk_rows: int) -> None:
-    """The matrix products that no implementation can avoid, and nothing else."""
+    """Only the three matrix products that no implementation can avoid."""
     size, hidden_size = min(chunk_rows, len(h_student)), weight.shape[1]
     stacked = torch.cat([h_teacher[:size], h_student.detach()[:size]])
     logits = weight.new_empty(2 * size, weight.shape[0])
@@ -136,7 +149,7 @@ def _three_products(h_student: Tensor, h_teacher: Tensor, weight: Tensor, chunk_
 
 
 def _random_inputs(rows, vocab_size, hidden_size, dtype, device) -> tuple[Tensor, Tensor, Tensor]:
-    """h_student, h_teacher, weight: logits of a few units, a KL of a few hundredths."""
+    """Random h_student [N, H], h_teacher [N, H] and weight [V, H], with a KL of a few hundredths."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(vocab_size, hidden_size, generator=generator) * 3 / hidden_size**0.5
     h_teacher = torch.randn(rows, hidden_size, generator=generator)
@@ -150,12 +163,12 @@ def _forward_backward(loss: Loss, h_student: Tensor, h_teacher: Tensor, weight: 
 
 
 def _warm_up(name: str, step: Callable[[], object]) -> dict:
-    """Run once unmeasured (compilers and caches), once for its memory."""
+    """Run the step once for compilers and caches, and once to measure its memory."""
     result = {"name": name, "seconds": None, "peak_bytes": None, "note": None}
     try:
         step()
         result["peak_bytes"] = peak_memory(step)
-    except Exception as error:  # whatever a compiler, a full device or another version of a package raises
+    except Exception as error:  # from a compiler, a full device or another version of a package
         result["note"] = str(error).strip().split("\n")[0] or type(error).__name__
     return result
 
@@ -172,48 +185,3 @@ def _timed(step: Callable[[], object]) -> float:
 
 def _ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base is not None else None
-
-
-def _table(results: list[dict]) -> str:
-    lines = [f"{'':11} {'seconds':>9} {'MB':>9} {'time/naive':>11} {'memory/naive':>13} {'time/gemms':>11}"]
-    for row in results:
-        if row["note"] is not None:
-            lines.append(f"{row['name']:11} cannot run: {row['note']}")
-            continue
-        ratios = [row["time_ratio"], row["memory_ratio"], row["gemm_ratio"]]
-        cells = ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
-        lines.append(
-            f"{row['name']:11} {row['seconds']:9.4f} {row['peak_bytes'] / 1e6:9.1f} "
-            f"{cells[0]:>11} {cells[1]:>13} {cells[2]:>11}"
-        )
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of `mrp bench loss`."""
-    parser = argparse.ArgumentParser(
-        prog="mrp bench loss",
-        description=__doc__,
-        epilog="example: mrp bench loss --rows 8192 --hidden-size 2560 --dtype bfloat16 --device cuda",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--rows", type=int, default=512, help="supervised positions N")
-    parser.add_argument("--vocab-size", type=int, default=151936, help="vocabulary V")
-    parser.add_argument("--hidden-size", type=int, default=256, help="hidden size H")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of hidden states and weight")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each, interleaved")
-    parser.add_argument("--chunk-rows", type=int, default=None, help="rows whose logits exist at one time (auto)")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    options = parser.parse_args(argv)
-    results = bench_loss(
-        rows=options.rows,
-        vocab_size=options.vocab_size,
-        hidden_size=options.hidden_size,
-        dtype=DTYPES[options.dtype],
-        device=options.device,
-        repeats=options.repeats,
-        chunk_rows=options.chunk_rows or "auto",
-    )
-    print(json.dumps({"rows": results}) if options.json else _table(results))
-    return 0

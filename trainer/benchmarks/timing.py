@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, a clock for the stages of a run, and which machine it was."""
+"""Shared by the benchmarks: interleaved timing, a clock for the stages of a run, and a description of the machine."""
 
 import platform
 import statistics
@@ -15,7 +15,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def timed(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds that one call of `step` takes, the work it leaves on a GPU included."""
+    """Seconds that one call of `step` takes, including the work that it has queued on a GPU.
+
+    Args:
+        step: the function to time.
+        device: device that it works on.
+    """
     synchronise(device)
     start = time.perf_counter()
     step()
@@ -26,13 +31,16 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
 def interleaved(
     steps: dict[str, Callable[[], object]], repeats: int, device: torch.device, warm_up: bool = True
 ) -> dict[str, list[float]]:
-    """Seconds of every repetition of every step, in rounds, so that a busy machine is busy for all of them.
+    """Time several steps in rounds, so that a change in the machine's load affects all of them.
 
     Args:
-        steps: by name.
-        repeats: rounds that are timed.
-        device: that the steps work on.
-        warm_up: call each step once before, untimed.
+        steps: functions to time, by name.
+        repeats: number of timed rounds.
+        device: device that the steps work on.
+        warm_up: whether to call each step once before, untimed.
+
+    Returns:
+        The seconds of every repetition, by name.
 
     Raises:
         ValueError: when `repeats` is below 1.
@@ -50,26 +58,32 @@ def interleaved(
 
 
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Median over the rounds of above / below: what was slow for one was slow for the other in the same round."""
+    """Median of the ratios above / below of each round; what slows the machine in a round slows both.
+
+    Args:
+        above: seconds of each round.
+        below: seconds of each round, in the same order.
+    """
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def synchronise(device: torch.device):
-    """Wait for what a GPU still has to do."""
+def synchronise(device: torch.device) -> None:
+    """Wait until a GPU has finished the work that is queued; do nothing on other devices."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class StageClock:
-    """Adds up the time that passes inside given methods while it is open, and counts their calls.
+    """Context manager that adds up the time spent inside given methods, and counts their calls.
 
     Args:
-        methods: (owner, name of its method, stage); an owner is a module, or a class for all its instances. No
-            method may call another one of them, or time would count twice.
-        device: that they work on; a GPU is waited for at every border, which slows the run down somewhat.
+        methods: (owner, name of its method, stage); an owner is a module, or a class for all its instances. None of
+            the methods may call another one of them, or its time would be counted twice.
+        device: device that they work on. A GPU is synchronised before and after each call, which slows the run down.
 
     Attributes:
-        seconds, calls: by stage.
+        seconds: time by stage.
+        calls: number of calls by stage.
     """
 
     def __init__(self, methods: Sequence[tuple[object, str, str]], device: torch.device):
@@ -104,7 +118,7 @@ class StageClock:
 
 
 def machine(device: torch.device) -> str:
-    """The machine in words: device, threads, versions."""
+    """Describe the machine: device, threads, versions."""
     if device.type == "cuda":
         what = torch.cuda.get_device_name(device)
     else:
@@ -112,8 +126,12 @@ def machine(device: torch.device) -> str:
     return f"{what}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
-def check_at_least_one(**values: int | Sequence[int]):
-    """Raise a ValueError that names the first option that is empty or holds a number below 1."""
+def check_at_least_one(**values: int | Sequence[int]) -> None:
+    """Check that numbers are at least 1.
+
+    Raises:
+        ValueError: naming the first value that is an empty sequence, is below 1 or holds a number below 1.
+    """
     for name, value in values.items():
         numbers = [value] if isinstance(value, int) else list(value)
         if not numbers or min(numbers) < 1:

@@ -1,25 +1,19 @@
 """`mrp bench train`: the training step of MRPTrainer against the forwards and the backward it cannot avoid."""
 
-import argparse
-import json
 import statistics
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from modeling_mrp import MRPForDiffusionLM
 
 from ..arguments import MRPTrainingArguments
-from ..checkpoints.loading import default_attention, usable_device
-from ..checkpoints.weight_files import fetch
-from ..commands.cli import command_parser
 from ..losses.linear_kl import auto_chunk_rows
 from ..mrp_trainer import MRPTrainer
-from .shapes import CPU_LAYERS, SHAPES, random_model
-from .timing import DTYPES, check_at_least_one, interleaved, machine, median_ratio
+from .timing import check_at_least_one, interleaved, median_ratio
 
 
 @dataclass(frozen=True)
@@ -27,12 +21,12 @@ class Result:
     """Medians over the rounds.
 
     Attributes:
-        tokens: of one step, R * L.
-        supervised: positions in the loss, over all K steps.
-        step_seconds: of a whole step: noise and reveal, loss, backward, optimizer.
+        tokens: number of tokens of one step, R * L.
+        supervised: number of positions in the loss, over all K steps.
+        step_seconds: time of a whole step: noise and reveal, loss, backward, optimizer.
         tokens_per_second: tokens / step_seconds.
-        bare_seconds: of the bare work, see `BareStep`.
-        ratio: step over bare, the median over rounds.
+        bare_seconds: time of the bare work, see `BareStep`.
+        ratio: time of the step over that of the bare work, the median over rounds.
         split: shares of the step's time: "collate", "loss and backward", "optimizer".
         bare_split: shares of the bare time: "backbone", "head", "logits".
     """
@@ -53,15 +47,17 @@ def bench_train(
     sequence_length: int = 256,
     unroll_steps: int = 3,
     repeats: int = 5,
-    **training_options,
+    **training_options: Any,
 ) -> Result:
-    """Time steps of `MRPTrainer` on random tokens, and the bare work of the same sizes, in turns.
+    """Time steps of `MRPTrainer` on random tokens, and the bare work of the same sizes, in interleaved rounds.
 
     Args:
-        model: with a head, on its device; the head is trained by the run.
-        rows, sequence_length, unroll_steps: R, L, K. The first quarter of each row is a prompt.
-        repeats: timed rounds.
-        training_options: of `MRPTrainingArguments`.
+        model: a model with a head, on its device; the run trains the head.
+        rows: number of rows R.
+        sequence_length: number of tokens per row L, the first quarter of which is a prompt.
+        unroll_steps: number of reveals K.
+        repeats: number of timed rounds.
+        training_options: further options of `MRPTrainingArguments`.
 
     Raises:
         ValueError: for a number below 1, or a model without a head.
@@ -96,14 +92,30 @@ def bench_train(
 
 
 class TrainerStep:
-    """One training step in its three parts, by the trainer's own methods on a fixed set of rows.
+    """One training step in its three parts, each a call of the trainer's own methods on a fixed set of rows.
+
+    Args:
+        model: a model with a head.
+        rows: number of rows R.
+        sequence_length: number of tokens per row L.
+        unroll_steps: number of reveals K.
+        folder: folder for the trainer's output.
+        options: further options of `MRPTrainingArguments`.
 
     Attributes:
-        batch: of the collator, the same in every call.
-        half: the dtype of autocast, or None.
+        batch: batch of the collator, the same in every call.
+        half: dtype of autocast, or None.
     """
 
-    def __init__(self, model, rows: int, sequence_length: int, unroll_steps: int, folder: str, **options):
+    def __init__(
+        self,
+        model: MRPForDiffusionLM,
+        rows: int,
+        sequence_length: int,
+        unroll_steps: int,
+        folder: str,
+        **options: Any,
+    ):
         defaults = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
         args = MRPTrainingArguments(
             output_dir=folder,
@@ -120,17 +132,17 @@ class TrainerStep:
         self.half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         self.collate()
 
-    def collate(self):
-        """Noise and reveal."""
+    def collate(self) -> None:
+        """Add the noise and draw the reveals."""
         self.batch = self.trainer.data_collator(self.rows)
 
-    def loss_and_backward(self):
-        """Forwards, fused loss, gradients of the head."""
+    def loss_and_backward(self) -> None:
+        """Run the forwards, the fused loss and the backward of the head."""
         count = self.trainer._get_num_items_in_batch([self.batch], self.trainer.args.device)
         self.trainer.training_step(self.trainer.model, dict(self.batch), num_items_in_batch=count)
 
-    def optimize(self):
-        """Clip, update, clear."""
+    def optimize(self) -> None:
+        """Clip the gradients, update the head and clear the gradients."""
         trainer = self.trainer
         torch.nn.utils.clip_grad_norm_(trainer.model.mrp_head.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
@@ -138,15 +150,15 @@ class TrainerStep:
 
 
 class BareStep:
-    """What no implementation of a step can do without, as plain transformer work with nothing around it.
+    """The work that no implementation of a step can avoid, as plain transformer calls.
 
     The frozen backbone without gradients over the 2 + K streams [x_t | x_1 ... x_K | x_0]; forward and backward of
     the head over K states and, once, the clean stream; three matrix products with `lm_head` for every supervised
     position (teacher, difference, gradient). Attention is dense over each stream alone: less than a step needs.
 
     Args:
-        model: with a head.
-        batch: of the collator, for its sizes and its number of supervised positions.
+        model: a model with a head.
+        batch: batch of the collator, for its sizes and its number of supervised positions.
         half: dtype of autocast, or None.
     """
 
@@ -165,10 +177,12 @@ class BareStep:
         self.chunk = auto_chunk_rows(len(self.rows), weight)
 
     @torch.no_grad()
-    def backbone(self):
+    def backbone(self) -> None:
+        """One forward of the backbone over all streams."""
         self.model.model(self.packed, attention_mask={"full_attention": None}, use_cache=False)
 
-    def head(self):
+    def head(self) -> None:
+        """Forward and backward of the head over the K states and the clean stream."""
         head, backbone = self.model.mrp_head, self.model.model
         positions = torch.arange(self.head_ids.shape[1], device=self.head_ids.device)[None]
         with self.autocast():
@@ -177,7 +191,8 @@ class BareStep:
         torch.autograd.grad(out.float().sum(), list(head.parameters()))
 
     @torch.no_grad()
-    def logits(self):
+    def logits(self) -> None:
+        """Three matrix products with `lm_head` for every supervised position."""
         weight = self.model.lm_head.weight
         for rows in self.rows.split(self.chunk):
             logits = rows @ weight.T
@@ -186,7 +201,13 @@ class BareStep:
 
 
 def random_rows(count: int, length: int, vocab_size: int) -> list[dict]:
-    """Prepared rows (see data.py) of random tokens, one sample each, the first quarter of it a prompt."""
+    """Prepared rows (see data/rows.py) of random tokens, one sample each, whose first quarter is a prompt.
+
+    Args:
+        count: number of rows.
+        length: number of tokens per row.
+        vocab_size: tokens are drawn below this id.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (count, length), generator=generator)
     prompt = length // 4
@@ -199,111 +220,3 @@ def random_rows(count: int, length: int, vocab_size: int) -> list[dict]:
         }
         for number, row in enumerate(ids.tolist())
     ]
-
-
-# --- the command
-
-
-def parser() -> argparse.ArgumentParser:
-    made = command_parser(
-        "bench train",
-        "Tokens per second of a training step on random tokens, and the ratio to the work that it cannot avoid:\n"
-        "the frozen backbone over [x_t | x_1 ... x_K | x_0], forward and backward of the head over the K states and\n"
-        "the clean stream, and three matrix products with lm_head per supervised position; nothing around them.",
-        "mrp bench train --shape 1.7b --layers 4 --rows 2 --sequence-length 1024",
-    )
-    made.add_argument("model", metavar="MODEL", nargs="?", help="embedded checkpoint, folder or Hub id; or --shape")
-    made.add_argument("--shape", choices=SHAPES, help="random weights of this size instead of MODEL")
-    made.add_argument("--layers", type=int, help=f"of --shape (default: all on a GPU, else {CPU_LAYERS})")
-    made.add_argument("--head-layers", type=int, help="of a fresh head (default: the checkpoint's own, or 3)")
-    made.add_argument("--block-size", type=int, default=16, help="of --shape (default: 16)")
-    made.add_argument("--rows", type=int, default=8, help="rows per step (default: 8)")
-    made.add_argument("--sequence-length", type=int, default=256, help="tokens per row (default: 256)")
-    made.add_argument("--unroll-steps", type=int, default=3, help="K (default: 3)")
-    made.add_argument(
-        "--choice-weight", type=float, default=0.0, help="of the term on the chosen position (default: 0)"
-    )
-    made.add_argument("--gradient-checkpointing", action="store_true", help="recompute the head's activations")
-    made.add_argument("--bf16", action="store_true", help="autocast the head to bfloat16")
-    made.add_argument("--repeats", type=int, default=5, help="timed rounds (default: 5)")
-    made.add_argument("--device", help="default: cuda when there is one")
-    made.add_argument("--dtype", choices=DTYPES, help="of the backbone (default: bfloat16 on a GPU, else float32)")
-    made.add_argument("--json", action="store_true", help="print machine, settings and result as JSON")
-    return made
-
-
-def build_model(options, device: torch.device, dtype: torch.dtype) -> MRPForDiffusionLM:
-    """The checkpoint, or a random model of `--shape`.
-
-    Raises:
-        ValueError: unless exactly one of the two is given.
-    """
-    if (options.model is None) == (options.shape is None):
-        raise ValueError("give either MODEL or --shape")
-    if options.shape is not None:
-        shape = SHAPES[options.shape]
-        layers = options.layers or (shape.num_hidden_layers if device.type == "cuda" else CPU_LAYERS)
-        head_layers = options.head_layers or 3
-        return random_model(shape, layers, head_layers, options.block_size, dtype, device, options.sequence_length)
-    source = fetch(options.model)[0]
-    return MRPForDiffusionLM.from_backbone(source, num_mrp_layers=options.head_layers, dtype=dtype).to(device)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of `mrp bench train`."""
-    options = parser().parse_args(argv)
-    device = usable_device(options.device)
-    if device.index:
-        raise ValueError(
-            f"--device must be cpu or cuda, got {device}: training takes the first GPU that it sees, so set "
-            f"CUDA_VISIBLE_DEVICES={device.index} and leave --device out"
-        )
-    dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-    model = build_model(options, device, dtype)
-    model.set_attn_implementation(default_attention(device, options.bf16))
-    result = bench_train(
-        model,
-        rows=options.rows,
-        sequence_length=options.sequence_length,
-        unroll_steps=options.unroll_steps,
-        repeats=options.repeats,
-        choice_weight=options.choice_weight,
-        gradient_checkpointing=options.gradient_checkpointing,
-        bf16=options.bf16,
-    )
-    about = describe(model, options, device)
-    print(json.dumps(about | {"result": asdict(result)}) if options.json else report(about, result))
-    return 0
-
-
-def describe(model: MRPForDiffusionLM, options, device: torch.device) -> dict[str, str]:
-    """What was measured on which machine, in words."""
-    config = model.config
-    head = str(model.mrp_head.eh_proj.weight.dtype).removeprefix("torch.")
-    return {
-        "machine": machine(device),
-        "model": f"{options.model or options.shape}: backbone of {config.num_hidden_layers} layers of "
-        f"{config.hidden_size} in {str(model.lm_head.weight.dtype).removeprefix('torch.')}, head of "
-        f"{config.num_mrp_layers} in {head}{', autocast to bfloat16' if options.bf16 else ''}, "
-        f"vocabulary {config.vocab_size}, attention {config._attn_implementation}",
-        "step": f"{options.rows} rows of {options.sequence_length} tokens, K = {options.unroll_steps}"
-        f"{f', choice_weight {options.choice_weight}' if options.choice_weight else ''}"
-        f"{', gradient checkpointing' if options.gradient_checkpointing else ''}",
-        "rounds": f"{options.repeats}, interleaved, after one that is not timed; medians",
-    }
-
-
-def report(about: dict[str, str], result: Result) -> str:
-    def shares(split: dict[str, float]) -> str:
-        return ", ".join(f"{name} {share:.0%}" for name, share in split.items())
-
-    return "\n".join(
-        [
-            *(f"{name:9} {value}" for name, value in about.items()),
-            "",
-            f"training step {result.step_seconds:8.3f} s, {result.tokens_per_second:.0f} tokens/s "
-            f"({result.supervised} supervised positions): {shares(result.split)}",
-            f"bare work     {result.bare_seconds:8.3f} s: {shares(result.bare_split)}",
-            f"ratio         {result.ratio:8.2f}",
-        ]
-    )

@@ -18,28 +18,49 @@ from .lora import merged_tensors
 logger = logging.get_logger(__name__)
 
 EMBEDDED = Path(hub_cards.__file__).parent
+# The embedded checkpoints by the names of their tasks. Read from here so that a name is resolved without the tasks.
+EMBEDDED_NAMES = {"words": "sdar-tiny-mrp", "code": "sdar-tiny-code-mrp"}
 READ_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SAMPLES = 64  # number of values of each tensor that enter the hash of a backbone
 
 
-def fetch(source, revision: str | None = None) -> tuple[Path, str | None]:
-    """The local folder of a folder, an embedded checkpoint's name or a Hub id, and the commit it is at (None: none).
+def local_source(source: str) -> str:
+    """The folder of an embedded checkpoint, by the name of the folder or of its task; any other name as it is.
 
-    Raises:
-        OSError: when it is neither.
+    Args:
+        source: where a checkpoint comes from: a folder, an embedded checkpoint's name or a Hub id.
     """
     if Path(source).is_dir():
-        return Path(source), None
-    if (EMBEDDED / source / "config.json").is_file():
-        return EMBEDDED / source, None
+        return str(source)
+    folder = EMBEDDED / EMBEDDED_NAMES.get(str(source), source)
+    return str(folder if (folder / "config.json").is_file() else source)
+
+
+def fetch(source: str | Path, revision: str | None = None) -> tuple[Path, str | None]:
+    """Find a checkpoint, downloading it from the Hub where it is not local.
+
+    Args:
+        source: a folder, an embedded checkpoint's name or a Hub id.
+        revision: revision to download from the Hub.
+
+    Returns:
+        The local folder, and the commit it was downloaded from (None for a local one).
+
+    Raises:
+        OSError: when the source is not local and cannot be downloaded.
+    """
+    folder = Path(local_source(source))
+    if folder.is_dir():
+        return folder, None
     try:
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=READ_PATTERNS))
-    except (OSError, ValueError) as error:  # of the network, of the Hub, of the form of the id
+    except (OSError, ValueError) as error:  # a network error, an answer of the Hub, or a name that is no Hub id
         reason = str(error).strip().splitlines()[0]
-        embedded = " or ".join(sorted(path.parent.name for path in EMBEDDED.glob("*/config.json")))
+        embedded = ", ".join(f"{name} ({folder})" for name, folder in EMBEDDED_NAMES.items())
         raise OSError(
-            f"{source} is no folder here and cannot be fetched from the Hub: {reason} (embedded: {embedded})"
+            f"{source} is not a local folder, and downloading it from the Hub failed: {reason} "
+            f"(embedded checkpoints: {embedded})"
         ) from error
     return folder, folder.name
 

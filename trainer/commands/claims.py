@@ -3,190 +3,269 @@
 import json
 import shlex
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
 
-from .cli import command_parser
+import typer
+
+from .options import (
+    AsJson,
+    BatchSize,
+    Checkpoint,
+    Device,
+    Dtype,
+    FullHead,
+    Head,
+    Model,
+    PromptFile,
+    Raw,
+    Revision,
+    flag,
+    given,
+)
+from .prompts import read_prompts
+
+if TYPE_CHECKING:
+    from hub_cards.tasks.tasks import PythonFunctions, WordProblems
 
 PROMPTS = 64
 MAX_NEW_TOKENS = 256
-NOT_IN_ROW_COMMANDS = ("model", "only", "output", "json", "markdown")
+# Parameters that are not repeated in the command of a row.
+NOT_IN_ROW_COMMANDS = ("model", "only", "output", "as_json", "markdown")
 
 
-def main(argv: list[str]):
-    """Measure the claims and print them as text, as a Markdown table or as JSON."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    _check(arguments)
+@dataclass
+class Samples:
+    """What is decoded, and how it is judged.
+
+    Attributes:
+        rows: the prompts, with what the scorer reads.
+        scorer: function of (text, row) to a score, or None.
+        scorer_name: its name, "none" without one.
+        raw: whether the prompts go without the tokenizer's chat template.
+    """
+
+    rows: list[dict]
+    scorer: Callable[[str, dict], float] | None = None
+    scorer_name: str = "none"
+    raw: bool = False
+
+
+def claims(
+    context: typer.Context,
+    model: Model,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="jsonl file of prompts (or messages) and what the scorer reads.", show_default=False
+        ),
+    ] = None,
+    scorer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCORER",
+            help="exact, numeric, python or module:function, as in `mrp eval`; needs --data.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt_file: PromptFile = None,
+    prompts: Annotated[int, typer.Option(metavar="N", help="Decode at most N prompts.")] = PROMPTS,
+    full_head: FullHead = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="CLAIMS", help="Names of claims to measure.", show_default="all")
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep the answers in this folder, and continue from those it holds.",
+            show_default=False,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Maximum number of new tokens per prompt.",
+            show_default=f"{MAX_NEW_TOKENS}, or the embedded task's own",
+        ),
+    ] = None,
+    batch_size: BatchSize = 16,
+    raw: Raw = False,
+    head: Head = None,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the paper's claims on a checkpoint.
+
+    For each claim: what is claimed, the published figure, ours, the verdict by a stated rule, and the command that
+    shows that row. Without data, an embedded checkpoint answers held-out samples of its own task. Without a scorer,
+    the share of answers that equal those of one token a step stands in for accuracy.
+    """
+    if prompts < 2:
+        raise ValueError(f"--prompts must be at least 2, got {prompts}: the rules compare standard errors")
+    if scorer is not None and data is None:
+        raise ValueError(f"--scorer {scorer} reads answers from the rows of a file: give --data FILE")
+    if data is not None and prompt_file is not None:
+        raise ValueError("--data and --prompt-file both name the prompts: give one of them")
 
     from modeling_mrp.options import one_of
 
-    from ..checkpoints.loading import load, load_full_head
     from ..evaluation.claim_rules import CLAIMS
-    from ..evaluation.claims import check_claims, scale_of
     from ..evaluation.modes import BACKBONE_ONLY, REFERENCE
     from ..evaluation.runs import Settings
 
-    names = arguments.only.split(",") if arguments.only is not None else list(CLAIMS)
+    names = only or list(CLAIMS)
     for name in names:
         one_of("--only", name, CLAIMS)
-    given = _given(parser, arguments)
-    rows, scorer = _data(arguments)
-    model, tokenizer = load(arguments)
-    full = load_full_head(arguments) if arguments.full_head is not None else None
+    task = embedded_task(model, revision)
+    if data is not None or prompt_file is not None:
+        samples = samples_of_file(data, scorer, prompt_file, raw)
+    elif task is not None:
+        samples = samples_of_task(task, prompts)
+    else:
+        raise ValueError(f"there is nothing to decode: {model} is not an embedded checkpoint, so give --data FILE")
+    if len(samples.rows) < 2:
+        raise ValueError(f"the rules compare standard errors: give at least 2 prompts, got {len(samples.rows)}")
+    samples.rows = samples.rows[:prompts]
     settings = Settings(
         modes={REFERENCE: BACKBONE_ONLY},
-        scorer=arguments.scorer or "none",
-        max_new_tokens=arguments.max_new_tokens,
-        batch_size=arguments.batch_size,
-        raw=arguments.raw,
+        scorer=samples.scorer_name,
+        max_new_tokens=max_new_tokens or (MAX_NEW_TOKENS if task is None else task.answer_tokens),
+        batch_size=batch_size,
+        raw=samples.raw,
     )
+    checkpoint = Checkpoint(model, revision, head, device, dtype, full_head)
+    _measure(checkpoint, samples, settings, names, output, _given_words(context), as_json, markdown)
+
+
+def _measure(checkpoint, samples, settings, names, output, words, as_json: bool, markdown: bool) -> None:
+    """Measure the claims and print them as text, as a Markdown table or as JSON."""
+    from ..checkpoints.loading import load, load_full_head
+    from ..evaluation.claims import check_claims, scale_of
+
+    model, tokenizer = load(checkpoint)
+    full = load_full_head(checkpoint) if checkpoint.full_head is not None else None
     scale = scale_of(model, settings)
-    as_text = not (arguments.json or arguments.markdown)
+    heading = f"{len(samples.rows)} prompts, greedy, {_describe_scale(scale)}"
+    as_text = not (as_json or markdown)
     if as_text:
-        print(f"{len(rows)} prompts, greedy, {describe(scale)}\n")
-    output = nullcontext(arguments.output) if arguments.output else tempfile.TemporaryDirectory()
-    with output as folder:
-        show = (lambda row: print(as_lines(row, given), flush=True)) if as_text else (lambda row: None)
-        judged = check_claims(model, tokenizer, rows, scorer, settings, folder, names, full, on_row=show)
-    if arguments.json:
-        report = {"model": arguments.model, "prompts": len(rows), "scale": asdict(scale)}
-        print(json.dumps(report | {"rows": [asdict(row) | {"command": command(row, given)} for row in judged]}))
-    elif arguments.markdown:
-        print(as_markdown(judged, given))
-        print(f"\n{len(rows)} prompts, greedy, {describe(scale)}.")
+        print(f"{heading}\n")
+    folder = nullcontext(output) if output else tempfile.TemporaryDirectory()
+    with folder as path:
+        show = (lambda row: print(as_lines(row, words), flush=True)) if as_text else (lambda row: None)
+        judged = check_claims(
+            model, tokenizer, samples.rows, samples.scorer, settings, path, names, full, on_row=show
+        )  # fmt: skip
+    if as_json:
+        report = {"model": checkpoint.model, "prompts": len(samples.rows), "scale": asdict(scale)}
+        print(json.dumps(report | {"rows": [asdict(row) | {"command": command(row, words)} for row in judged]}))
+    elif markdown:
+        print(as_markdown(judged, words))
+        print(f"\n{heading}.")
 
 
-def _parser():
-    parser = command_parser(
-        "claims",
-        "Measure the paper's claims on a checkpoint: what is claimed, the published figure, ours, the verdict by a\n"
-        "stated rule, and the command that shows that row. Without data an embedded checkpoint answers held-out\n"
-        "samples of its own task. Without a scorer the share of answers identical to those of one token a step\n"
-        "stands in for accuracy.",
-        "mrp claims sdar-1.7b-mrp --data gsm8k.jsonl --scorer numeric --full-head heads/full",
-    )
-    parser.add_argument("model", metavar="MODEL", help="embedded checkpoint, folder or Hub id")
-    parser.add_argument("--data", help="jsonl: prompt (or messages) and what the scorer reads")
-    parser.add_argument("--scorer", help="exact, numeric, python or module:function, as in `mrp eval`; needs --data")
-    parser.add_argument("--prompt-file", help="one prompt per line, - for standard input, instead of --data")
-    parser.add_argument("--prompts", type=int, default=PROMPTS, metavar="N", help="at most N (default: %(default)s)")
-    parser.add_argument("--full-head", metavar="FOLDER", help="head trained with mrp_residual: false, to compare with")
-    parser.add_argument("--only", metavar="CLAIMS", help="some of the claims, by comma (default: all)")
-    parser.add_argument("--output", metavar="FOLDER", help="keep the answers there, and go on from those it holds")
-    parser.add_argument("--max-new-tokens", type=int, help="default: 256, an embedded task's own")
-    parser.add_argument("--batch-size", type=int, default=16, help="prompts decoded together (default: 16)")
-    parser.add_argument("--raw", action="store_true", help="do not apply the tokenizer's chat template")
-    parser.add_argument("--head", help="folder or Hub id of a trained head to put on the backbone")
-    parser.add_argument("--revision", help="revision of MODEL on the Hub")
-    parser.add_argument("--device", help="default: cuda when there is one")
-    parser.add_argument("--dtype", default="auto", help="default: the checkpoint's own")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    return parser
-
-
-def _check(arguments):
-    if arguments.prompts < 2:
-        raise ValueError(f"--prompts must be at least 2, got {arguments.prompts}: the rules compare standard errors")
-    if arguments.scorer is not None and arguments.data is None:
-        raise ValueError(f"--scorer {arguments.scorer} reads answers from the rows of a file: give --data FILE")
-    if arguments.data is not None and arguments.prompt_file is not None:
-        raise ValueError("--data and --prompt-file both name the prompts: give one of them")
-
-
-def _given(parser, arguments) -> list[str]:
-    """What was given on the command line, to be given again in the command of every row."""
-    given = ["mrp", "claims", arguments.model]
-    for name, value in vars(arguments).items():
-        if name not in NOT_IN_ROW_COMMANDS and value != parser.get_default(name):
-            given += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return given
+def _given_words(context: typer.Context) -> list[str]:
+    """The command with the options that were given, which the command of every row repeats."""
+    words = ["mrp", "claims", context.params["model"]]
+    names = (parameter.name for parameter in context.command.params)  # context.params has the order of the words
+    for name in given(context, *(name for name in names if name not in NOT_IN_ROW_COMMANDS)):
+        value = context.params[name]
+        words += [flag(name), *([] if value is True else [str(value)])]
+    return words
 
 
 # -- what is decoded
 
 
-def _data(arguments):
-    """(rows, scorer or None); completes the arguments where MODEL is an embedded checkpoint."""
-    from ..evaluation.runs import read_eval_rows
-    from ..evaluation.scorers import check_rows, load_scorer
-    from .prompts import read_prompts
-
-    task = _embedded_task(arguments)
-    scorer = load_scorer(arguments.scorer) if arguments.scorer is not None else None
-    if arguments.data is not None:
-        rows = read_eval_rows(arguments.data)
-        if scorer is not None:
-            check_rows(arguments.scorer, rows)
-    elif arguments.prompt_file is not None:
-        arguments.prompt = []
-        rows = [{"prompt": prompt} for prompt in read_prompts(arguments)]
-    elif task is not None:
-        samples = task.held_out("test", arguments.prompts)
-        rows = [{"prompt": sample.prompt, "number": number} for number, sample in enumerate(samples)]
-        if task.right_when is not None:
-            arguments.scorer = task.right_when
-            scorer = _right(task, samples)
-        arguments.raw = True  # as it was trained
-    else:
-        raise ValueError(f"there is nothing to decode: {arguments.model} is not embedded, so give --data FILE")
-    if arguments.max_new_tokens is None:
-        arguments.max_new_tokens = MAX_NEW_TOKENS if task is None else task.answer_tokens
-    if len(rows) < 2:
-        raise ValueError(f"the rules compare standard errors: give at least 2 prompts, got {len(rows)}")
-    return rows[: arguments.prompts], scorer
-
-
-def _right(task, samples):
-    return lambda text, row: task.right(samples[row["number"]], text)
-
-
-def _embedded_task(arguments):
-    """The task of an embedded checkpoint, by its name or folder."""
+def embedded_task(model: str, revision: str | None = None) -> "WordProblems | PythonFunctions | None":
+    """The task of an embedded checkpoint, given by its name or folder; None for any other checkpoint."""
     from hub_cards.tasks.tasks import TASKS
 
     from ..checkpoints.weight_files import fetch
 
-    folder = fetch(arguments.model, arguments.revision)[0].resolve()
+    folder = fetch(model, revision)[0].resolve()
     return next((task for task in TASKS.values() if task.folder.resolve() == folder), None)
+
+
+def samples_of_task(task: "WordProblems | PythonFunctions", count: int) -> Samples:
+    """Held-out samples of an embedded checkpoint's task, with the task's own measure of right answers if it has one.
+
+    Args:
+        task: one of `hub_cards.tasks.tasks.TASKS`.
+        count: maximum number of samples.
+    """
+    held_out = task.held_out("test", count)
+    rows = [{"prompt": sample.prompt, "number": number} for number, sample in enumerate(held_out)]
+    if task.right_when is None:
+        return Samples(rows, raw=True)  # raw, as the checkpoint was trained
+    return Samples(rows, lambda text, row: task.right(held_out[row["number"]], text), task.right_when, raw=True)
+
+
+def samples_of_file(data: str | None, scorer: str | None, prompt_file: str | None, raw: bool) -> Samples:
+    """Samples of a jsonl file, or of a file with one prompt per line.
+
+    Args:
+        data: path of a jsonl file, or None to read `prompt_file`.
+        scorer: name of the scorer, or None.
+        prompt_file: path of a file with one prompt per line, or "-" for standard input.
+        raw: whether the prompts go without the tokenizer's chat template.
+
+    Raises:
+        ValueError: for an unknown scorer, or rows that it cannot read.
+    """
+    from ..evaluation.runs import read_eval_rows
+    from ..evaluation.scorers import check_rows, load_scorer
+
+    if data is None:
+        return Samples([{"prompt": prompt} for prompt in read_prompts([], prompt_file)], raw=raw)
+    if scorer is None:
+        return Samples(read_eval_rows(data), raw=raw)
+    score, rows = load_scorer(scorer), read_eval_rows(data)
+    check_rows(scorer, rows)
+    return Samples(rows, score, scorer, raw)
 
 
 # -- what is shown
 
 
-def command(row, given: list[str]) -> str:
+def command(row, words: Sequence[str]) -> str:
     """The command that shows one row."""
-    return shlex.join([*given, "--only", row.name])
+    return shlex.join([*words, "--only", row.name])
 
 
-def describe(scale) -> str:
+def _describe_scale(scale) -> str:
     return (
         f"batches of {scale.batch_size}, {scale.device}, {scale.dtype}, a backbone of "
         f"{scale.parameters / 1e6:.1f} million parameters, blocks of {scale.block_size}"
     )
 
 
-def as_lines(row, given: list[str]) -> str:
-    """One claim, a line for each of its parts."""
+def as_lines(row, words: Sequence[str]) -> str:
+    """One claim, with a line for each of its parts."""
     parts = {
         "claim": row.claim,
         "published": row.published,
         "here": row.here,
         "why": row.reason,
         "rule": row.rule,
-        "command": command(row, given),
+        "command": command(row, words),
     }
     lines = [f"  {name:10} {text}" for name, text in parts.items() if text]
     return "\n".join([f"{row.name}: {row.verdict}", *lines, ""])
 
 
-def as_markdown(rows, given: list[str]) -> str:
-    """The table, and the rules of the verdicts below it."""
+def as_markdown(rows: Sequence, words: Sequence[str]) -> str:
+    """A table of the claims, followed by the rules of the verdicts."""
     lines = ["| claim | published | here | verdict |", "|---|---|---|---|"]
     for row in rows:
         verdict = f"**{row.verdict}**" + (f": {row.reason}" if row.reason else "")
         cells = f"{row.claim} (`--only {row.name}`)", row.published, row.here, verdict
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    lines += ["", f"Command: `{shlex.join(given)}`. Verdicts by rule:", ""]
+    lines += ["", f"Command: `{shlex.join(words)}`. Verdicts by rule:", ""]
     return "\n".join(lines + [f"- `{row.name}` {row.rule}" for row in rows])

@@ -1,174 +1,130 @@
-"""The `mrp` command. Each command is imported when it is asked for, so that `mrp --help` answers at once."""
+"""The `mrp` command: its commands, and how it reports errors.
 
-import argparse
-import difflib
-import json
+A command's file imports torch and transformers inside its functions only, so that `mrp --help` answers at once.
+"""
+
 import os
 import sys
-from importlib import import_module
+from collections.abc import Sequence
 
-COMMANDS = {  # name: (module, function that takes the arguments, summary)
-    "demo": (".demo", "main", "decode held-out problems with the embedded checkpoint, in every mode"),
-    "convert": (".cli", "convert", "make a self-contained folder of an SDAR or SDAR-MRP checkpoint"),
-    "train": ("..train", "main", "train a head as a YAML says"),
-    "trajectories": (
-        "..evaluation.trajectories",
-        "main",
-        "decode training prompts: data for a head on states that decoding visits",
+import typer
+
+from . import bench_decode, bench_loss, bench_shapes, bench_train, train
+from .claims import claims
+from .convert import convert
+from .demo import demo
+from .eval import EvalCommand, evaluate
+from .generate import generate
+from .parsing import Command, GenerateCommand
+from .push import push
+from .trajectories import trajectories
+from .verify import verify
+
+# Usage errors are click's; Typer brings its own copy of click or uses the package, depending on its version.
+UsageError = typer.BadParameter.__base__
+
+app = typer.Typer(
+    help="Multi-token Residual Prediction for block diffusion language models.",
+    epilog="\b\nExample:\n  mrp demo",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    rich_markup_mode=None,
+    add_completion=False,
+    invoke_without_command=True,
+)
+bench = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+
+
+def example(line: str) -> str:
+    """The end of a command's help: an example on a line that is not wrapped."""
+    return f"\b\nExample:\n  {line}"
+
+
+app.command(cls=Command, epilog=example("mrp demo --model code"))(demo)
+app.command(cls=Command, epilog=example("mrp convert JetLM/SDAR-1.7B-Chat sdar-1.7b-mrp --num-mrp-layers 3"))(convert)
+app.command(
+    cls=train.TrainCommand,
+    options_metavar="[CONFIG.yaml] [--key value ...]",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    epilog=example("mrp train hub_cards/recipes/tiny.yaml --learning-rate 5e-4 --output-dir heads/tiny"),
+)(train.train)
+app.command(cls=Command, epilog=example("mrp trajectories sdar-1.7b --data chats.jsonl --out chats.parquet"))(
+    trajectories
+)
+app.command(
+    cls=GenerateCommand,
+    options_metavar="[OPTIONS] [--generate-option value ...]",
+    epilog=example('mrp generate words --raw --prompt "Tom has 23 apples, buys 14. How many?" --mrp-mode spec'),
+)(generate)
+app.command(
+    "eval",
+    cls=EvalCommand,
+    options_metavar="[OPTIONS] [--generate-option value ...]",
+    epilog=example(
+        "mrp eval sdar-1.7b-mrp --data gsm8k.jsonl --scorer numeric --compare --thresholds 0.9,0.7 --output gsm8k"
     ),
-    "generate": (".generate", "main", "decode prompts with a checkpoint"),
-    "eval": (".eval", "main", "accuracy against tokens per forward, over a grid of modes"),
-    "claims": (".claims", "main", "the paper's claims on a checkpoint, each with a figure and a verdict"),
-    "verify": ("..evaluation.verify", "main", "check that speculative decoding is lossless, on your own prompts"),
-    "bench": (".cli", "bench", "measure time and memory"),
-    "push": (".cli", "push", "upload a folder to the Hub in one commit"),
-}
-BENCHMARKS = {
-    "loss": ("..benchmarks.loss", "main", "the fused loss against PyTorch's ways to compute it"),
-    "decode": ("..benchmarks.decode", "main", "tokens per second of every decoding mode, against three baselines"),
-    "shapes": (
-        "..benchmarks.shapes",
-        "main",
-        "what a step costs at real sizes; the speed-up to expect",
-    ),
-    "train": ("..benchmarks.train", "main", "tokens per second of a training step, against the work it cannot avoid"),
-}
+)(evaluate)
+app.command(
+    cls=Command,
+    epilog=example("mrp claims sdar-1.7b-mrp --data gsm8k.jsonl --scorer numeric --full-head heads/full"),
+)(claims)
+app.command(cls=Command, epilog=example("mrp verify sdar-1.7b-mrp --prompt-file prompts.txt --dtype float32"))(verify)
+app.add_typer(bench, name="bench", help="Measure time and memory.", epilog=example("mrp bench decode words"))
+app.command(cls=Command, epilog=example("mrp push sdar-1.7b-mrp my-name/sdar-1.7b-mrp --private"))(push)
+bench.command(
+    cls=Command, epilog=example("mrp bench loss --rows 8192 --hidden-size 2560 --dtype bfloat16 --device cuda")
+)(bench_loss.loss)
+bench.command(
+    cls=Command, epilog=example("mrp bench decode words --modes spec-4 direct-3 plain-sdar --batch-sizes 1 16")
+)(bench_decode.decode)
+bench.command(
+    cls=Command,
+    epilog=example("mrp bench shapes --shapes 4b --batch-sizes 1 8 --candidates 1 2 4 8 --accepted accepted.json"),
+)(bench_shapes.shapes)
+bench.command(cls=Command, epilog=example("mrp bench train --shape 1.7b --layers 4 --rows 2 --sequence-length 1024"))(
+    bench_train.train
+)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command that `argv` (default: the process's arguments) names and return the exit status.
+@app.callback()
+@bench.callback()
+def show_help(context: typer.Context) -> None:
+    """Show the help when no command is named."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
-    0 when it worked, 2 for bad input (one line on stderr, no traceback), 130 after ^C.
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status.
+
+    Args:
+        argv: the words after `mrp`; None reads those of the process.
+
+    Returns:
+        0 when it worked, 1 when a check failed or whoever read the output has gone, 2 for bad input (one line on
+        stderr, no traceback), 130 after ^C. Anything else is a bug and raises.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read by transformers too, when it is imported
     try:
-        return _dispatch("mrp", COMMANDS, argv)
-    except BrokenPipeError:  # whoever read the output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
+        with typer.main.get_command(app).make_context("mrp", words) as context:
+            return context.command.invoke(context) or 0
+    except typer.Exit as stop:  # after --help
+        return stop.exit_code
+    except UsageError as error:
+        return _fail(error.format_message(), hint=f"see {error.ctx.command_path} --help" if error.ctx else None)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
         return 1
     except FileNotFoundError as error:
-        print(f"mrp: error: {error.filename or error} is not there: check the name", file=sys.stderr)
-        return 2
-    except (ValueError, OSError) as error:  # bad input; anything else is a bug and shows its traceback
-        print(f"mrp: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _fail(f"{error.filename or error} does not exist")
+    except (ValueError, OSError) as error:
+        return _fail(str(error))
     except KeyboardInterrupt:
         return 130
 
 
-def bench(argv: list[str]) -> int:
-    """`mrp bench WHAT`."""
-    return _dispatch("mrp bench", BENCHMARKS, argv)
-
-
-def _dispatch(program: str, commands: dict, argv: list[str]) -> int:
-    """Run the command that the first argument names on the others, or show what there is."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_overview(program, commands))
-        return 0
-    name, *rest = argv
-    if name not in commands:
-        close = difflib.get_close_matches(name, commands, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else ";"
-        raise ValueError(f"unknown command {name!r}{hint} {program} has: {', '.join(commands)}")
-    module, function, _ = commands[name]
-    return vars(import_module(module, __package__))[function](rest) or 0
-
-
-def _overview(program: str, commands: dict) -> str:
-    width = max(map(len, commands))
-    lines = [f"  {name:{width}}  {summary}" for name, (_, _, summary) in commands.items()]
-    example = next(iter(commands))
-    return "\n".join(
-        [
-            f"usage: {program} COMMAND [arguments]",
-            "",
-            "Multi-token Residual Prediction for block diffusion language models.",
-            "",
-            *lines,
-            "",
-            f"`{program} COMMAND --help` lists a command's arguments.",
-            "",
-            f"example:\n  {program} {example}",
-        ]
-    )
-
-
-def command_parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
-    """Parser of one command, with an example at the end of its help."""
-    return argparse.ArgumentParser(
-        prog=f"mrp {name}",
-        description=description,
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-def convert(argv: list[str]):
-    """`mrp convert SRC DST`."""
-    parser = command_parser(
-        "convert",
-        "Write a self-contained remote-code folder (weights, code, tokenizer, generation defaults, card) from an\n"
-        "SDAR, a published SDAR-MRP or one of our own checkpoints. Code of the source is never run.",
-        "mrp convert JetLM/SDAR-1.7B-Chat sdar-1.7b-mrp --num-mrp-layers 3",
-    )
-    parser.add_argument("source", metavar="SRC", help="folder or Hub id")
-    parser.add_argument("destination", metavar="DST", help="folder to write")
-    parser.add_argument("--num-mrp-layers", type=int, help="layers of a fresh head, 0 for none (default: 3)")
-    parser.add_argument("--head", help="folder or Hub id of a trained head to merge into the backbone")
-    parser.add_argument(
-        "--head-init",
-        choices=("fresh", "backbone_layers"),
-        default="fresh",
-        help="how a fresh head's layers start (default: fresh)",
-    )
-    parser.add_argument(
-        "--full-head",
-        dest="mrp_residual",
-        action="store_const",
-        const=False,
-        help="the head gives the full next distribution, no residual: say so for a published head of this kind",
-    )
-    parser.add_argument("--block-size", type=int, help="override the source's block size")
-    parser.add_argument("--mask-token-id", type=int, help="override the source's mask token")
-    parser.add_argument("--revision", help="revision of SRC on the Hub")
-    parser.add_argument("--max-shard-size", default="5GB", help="largest weight file (default: 5GB)")
-    parser.add_argument("--overwrite", action="store_true", help="replace DST when it exists")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    arguments = vars(parser.parse_args(argv))
-    as_json = arguments.pop("json")
-
-    from ..checkpoints.convert import convert as convert_checkpoint
-
-    report = vars(convert_checkpoint(arguments.pop("source"), arguments.pop("destination"), **arguments))
-    print(json.dumps(report) if as_json else "\n".join(f"{name:15} {value}" for name, value in report.items()))
-
-
-def push(argv: list[str]):
-    """`mrp push FOLDER REPO_ID`."""
-    parser = command_parser(
-        "push",
-        "Upload a folder written by `mrp convert`, `save_pretrained` or `mrp train` in one commit.\n"
-        "When anything fails on the way, the repository stays as it was.",
-        "mrp push sdar-1.7b-mrp my-name/sdar-1.7b-mrp --private",
-    )
-    parser.add_argument("folder", metavar="MODEL", help="folder to upload")
-    parser.add_argument("repo_id", metavar="REPO_ID", help="owner/name, made when missing")
-    parser.add_argument("--private", action="store_true", help="make a private repository")
-    parser.add_argument("--revision", help="branch (default: main)")
-    parser.add_argument("--message", default="Upload the checkpoint", help="commit message")
-    parser.add_argument("--json", action="store_true", help="print the commit's URL as JSON")
-    arguments = vars(parser.parse_args(argv))
-    as_json = arguments.pop("json")
-
-    from ..checkpoints.push import push as push_folder
-
-    url = push_folder(arguments.pop("folder"), arguments.pop("repo_id"), **arguments)
-    print(json.dumps({"commit_url": url}) if as_json else url)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _fail(message: str, hint: str | None = None) -> int:
+    line = f"mrp: error: {' '.join(message.split())}"
+    print(f"{line.removesuffix('.')}; {hint}" if hint else line, file=sys.stderr)
+    return 2

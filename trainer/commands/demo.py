@@ -1,6 +1,5 @@
 """`mrp demo`: what `mrp eval` does, preset for held-out samples of an embedded checkpoint in every decoding mode."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -208,18 +207,3 @@ def _load(task):
     import modeling_mrp  # noqa: F401  registers the model's classes
 
     return AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `demo` on arguments of the command line."""
-    description, example = demo.__doc__.split("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="mrp demo", description=description.strip(), epilog=example.strip().replace("Example", "example")
-    )
-    parser.add_argument("--model", default="words", help="words or code (default: words)")
-    parser.add_argument("--samples", type=int, default=200, help="held-out samples to decode (default: 200)")
-    parser.add_argument("--batch-size", type=int, default=100, help="samples decoded together (default: 100)")
-    parser.add_argument("--prompt", help="answer this prompt instead of measuring")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    demo(**vars(parser.parse_args(argv)))
-    return 0

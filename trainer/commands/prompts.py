@@ -3,8 +3,12 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hub_cards.tasks.word_problems import problems
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 QUESTIONS = (
     "A shop sells pens at 3 for 2 dollars. How much do 12 pens cost?",
@@ -15,28 +19,38 @@ QUESTIONS = (
 )
 
 
-def read_prompts(arguments, required: bool = True) -> list[str]:
-    """The prompts of `--prompt` and `--prompt-file`; none when neither was given and none are required.
+def read_prompts(given: Sequence[str] | None, file: str | None = None, required: bool = True) -> list[str]:
+    """Collect the prompts of `--prompt` and `--prompt-file`, without blank ones.
+
+    Args:
+        given: values of `--prompt`.
+        file: path of a file with one prompt per line, "-" for standard input, or None.
+        required: whether it is an error to give neither.
+
+    Returns:
+        The prompts; an empty list when neither was given and none is required.
 
     Raises:
-        ValueError: when there is no prompt in what was given, or none at all where one is required.
+        ValueError: when what was given holds no prompt, or nothing was given and a prompt is required.
     """
-    given, file = list(arguments.prompt), arguments.prompt_file
+    lines = list(given or [])
     if file == "-":
-        given += sys.stdin.read().splitlines()
+        lines += sys.stdin.read().splitlines()
     elif file is not None:
-        given += Path(file).read_text(encoding="utf-8").splitlines()
-    prompts = [prompt for prompt in given if prompt.strip()]
-    if prompts or not (required or arguments.prompt or file is not None):
+        lines += Path(file).read_text(encoding="utf-8").splitlines()
+    prompts = [line for line in lines if line.strip()]
+    if prompts:
         return prompts
-    where = {None: "--prompt", "-": "standard input"}.get(file, f"--prompt-file {file}")
-    if arguments.prompt or file is not None:
+    if given or file is not None:
+        where = {None: "--prompt", "-": "standard input"}.get(file, f"--prompt-file {file}")
         raise ValueError(f"{where} holds no prompt: give one per line")
-    raise ValueError("there is no prompt: give --prompt TEXT or --prompt-file FILE")
+    if required:
+        raise ValueError("there is no prompt: give --prompt TEXT or --prompt-file FILE")
+    return []
 
 
-def built_in_prompts(tokenizer, count: int = len(QUESTIONS)) -> Sequence[str]:
-    """General questions, or word problems for the embedded tokenizer, which knows no other words."""
+def built_in_prompts(tokenizer: "PreTrainedTokenizerBase", count: int = len(QUESTIONS)) -> Sequence[str]:
+    """General questions, or `count` word problems when the tokenizer does not know the words of the questions."""
     unknown = tokenizer.unk_token_id
     ids = [token for row in tokenizer(list(QUESTIONS))["input_ids"] for token in row]
     if unknown is None or unknown not in ids:

@@ -1,8 +1,7 @@
 """`mrp verify`: check on the user's own prompts that speculative decoding is lossless."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 from modeling_mrp import MRPForDiffusionLM
 
 from ..checkpoints.weight_files import backbone_hash
-from ..commands.cli import command_parser
 from .acceptance import accepted_per_verification
 from .decoding import left_padded, without_padding
 from .differences import Difference, first_difference
@@ -165,83 +163,3 @@ def passed(check: Check, strict: bool) -> bool:
     return check.same == check.compared or (
         not strict and check.difference is not None and check.difference.within_rounding
     )
-
-
-def describe(check: Check, strict: bool) -> str:
-    """The line, or lines, of the report for one check."""
-    verdict = "same" if check.same == check.compared else "rounding" if passed(check, strict) else "DIFFERENT"
-    line = f"{verdict:10}{check.same}/{check.compared}  {check.name}"
-    if check.tokens_per_forward is not None:
-        depths = " ".join(f"{share:.2f}" for share in check.accepted_by_depth)
-        line += f"; {check.tokens_per_forward:.2f} tokens a forward, accepted by depth: {depths or '-'}"
-    if check.difference is not None:
-        d = check.difference
-        line += (
-            f"\n          prompt {d.prompt} (...{d.prompt_text!r}), position {d.position}, step {d.step} of its block:"
-            f" {d.found!r} ({d.confidences[1]:.4f}) instead of {d.expected!r} ({d.confidences[0]:.4f}); margins: score"
-            f" {d.token_margin:.3g}, order {'none' if d.order_margin is None else f'{d.order_margin:.3g}'}, "
-            + ("within rounding" if d.within_rounding else "beyond rounding")
-        )
-    return line
-
-
-def describe_acceptance(acceptance: Acceptance) -> str:
-    """The line of the report."""
-    mean = "no drafts" if acceptance.mean is None else f"{acceptance.mean:.2f}"
-    seen = "not recorded" if acceptance.low is None else f"{acceptance.low:.2f} to {acceptance.high:.2f}"
-    return (
-        f"{acceptance.verdict:10}drafts of the head accepted per verification: {mean} at K = {acceptance.mrp_steps}; "
-        f"range seen in training: {seen}"
-    )
-
-
-def main(argv: list[str]) -> int:
-    """Print the report; exit status 1 when something differs by more than rounding (at all, in float32)."""
-    from ..checkpoints.loading import load
-    from ..commands.prompts import built_in_prompts, read_prompts
-    from .decoding import encode
-
-    parser = command_parser(
-        "verify",
-        "Check that speculative decoding returns the tokens of backbone-only decoding, for every step rule, greedy\n"
-        "and sampling; that a batch equals its rows; that no mask token is returned; that as many drafts of the head\n"
-        "are accepted as training saw, where the checkpoint records it. In float32 every difference fails; in bf16\n"
-        "one that hangs on rounding is reported and let pass. Exit status 1 when a check fails.",
-        "mrp verify sdar-1.7b-mrp --prompt-file prompts.txt --dtype float32",
-    )
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub id")
-    parser.add_argument("--prompt", action="append", default=[], help="may be given several times (default: built-in)")
-    parser.add_argument("--prompt-file", help="one prompt per line, - for standard input")
-    parser.add_argument("--head", help="folder or Hub id of a head; refused when it belongs to another backbone")
-    parser.add_argument("--revision", help="revision of MODEL on the Hub")
-    parser.add_argument("--raw", action="store_true", help="do not apply the tokenizer's chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="default: 64")
-    parser.add_argument("--steps", type=int, default=4, help="look-ahead K (default: 4)")
-    parser.add_argument("--draft", choices=("head", "self"), help="drafter (default: the head when there is one)")
-    parser.add_argument("--acceptance", choices=("exact", "token"), default="exact", help="token is not lossless")
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--device", help="default: cuda when there is one")
-    parser.add_argument("--dtype", default="auto", help="default: the checkpoint's own; float32 demands equality")
-    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
-    arguments = parser.parse_args(argv)
-    prompts = read_prompts(arguments, required=False)
-    model, tokenizer = load(arguments)
-    prompts = prompts or list(built_in_prompts(tokenizer))
-    inputs = encode(tokenizer, prompts, raw=arguments.raw).to(model.device)
-    options = {"mrp_steps": arguments.steps, "mrp_draft": arguments.draft, "mrp_acceptance": arguments.acceptance}
-    checks = check_base(model) + verify(model, tokenizer, inputs, arguments.max_new_tokens, arguments.seed, **options)
-    strict = model.dtype == torch.float32
-    acceptance = None
-    if model.mrp_head is not None and arguments.draft != "self" and arguments.steps > 1:
-        acceptance = check_acceptance(model, inputs, arguments.max_new_tokens, arguments.steps)
-    ok = all(passed(check, strict) for check in checks) and (acceptance is None or acceptance.verdict != "BELOW")
-    if arguments.json:
-        report = {"ok": ok, "dtype": str(model.dtype), "checks": [asdict(check) for check in checks]}
-        print(json.dumps(report | {"acceptance": acceptance and asdict(acceptance) | {"verdict": acceptance.verdict}}))
-    else:
-        print(f"{arguments.model}, {model.dtype}, {len(prompts)} prompts, K = {arguments.steps}")
-        print("\n".join(describe(check, strict) for check in checks))
-        if acceptance is not None:
-            print(describe_acceptance(acceptance))
-        print("every check holds" if ok else "a check FAILED")
-    return 0 if ok else 1

@@ -1,0 +1,7 @@
+"""`python -m mrp_trainer.commands` is the `mrp` command."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())
