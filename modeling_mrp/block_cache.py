@@ -1,5 +1,7 @@
 """Keys and values of a batch whose rows progress independently of one another."""
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import Cache
 
@@ -68,7 +70,7 @@ class BlockCache(Cache):
         )
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's keys and values [R, heads, Q, d] to the assigned slots.
 

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
@@ -51,7 +52,7 @@ class CheckpointMixin:
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | PathLike, *model_args, **kwargs
+        cls, pretrained_model_name_or_path: str | PathLike, *model_args: Any, **kwargs: Any
     ) -> "CheckpointMixin | tuple[CheckpointMixin, dict]":
         """Load a checkpoint as in transformers, but raise unless it holds exactly the tensors of its config.
 
@@ -96,7 +97,7 @@ class CheckpointMixin:
         mask_token_id: int | None = None,
         mrp_residual: bool | None = None,
         default_mrp_layers: int = 3,
-        **kwargs,
+        **kwargs: Any,
     ) -> "CheckpointMixin":
         """Load an SDAR checkpoint with a fresh head, or a published SDAR-MRP checkpoint or our own with its head.
 

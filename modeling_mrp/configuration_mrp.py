@@ -1,5 +1,7 @@
 """Configuration of a block-diffusion backbone (SDAR, a Qwen3 architecture) with a residual head."""
 
+from typing import Any
+
 from transformers import Qwen3Config
 
 AUTO_MAP = {
@@ -38,7 +40,7 @@ class MRPConfig(Qwen3Config):
         mrp_residual: bool = True,
         calibrated_remask_threshold: float | None = None,
         trained_acceptance: dict | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size must be an integer of at least 1, got {block_size!r}")
@@ -68,7 +70,7 @@ class MRPConfig(Qwen3Config):
             )
 
     @classmethod
-    def from_dict(cls, config_dict: dict, **kwargs) -> "MRPConfig | tuple[MRPConfig, dict]":
+    def from_dict(cls, config_dict: dict, **kwargs: Any) -> "MRPConfig | tuple[MRPConfig, dict]":
         """Build a config from a dict as in transformers.
 
         Raises:

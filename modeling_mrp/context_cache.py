@@ -1,5 +1,7 @@
 """Keys and values of a clean stream, recorded in one forward and read as the context of noisy streams in others."""
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import Cache
 
@@ -13,7 +15,7 @@ class ContextRecorder(Cache):
         self.recorded: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = {}
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Record a layer's keys and values [R, heads, L, d] and return them unchanged."""
         if self.recorded is not None:
@@ -42,7 +44,7 @@ class CleanContext(Cache):
         recorder.recorded = None
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys and values with the context before them, [R * S, heads, length + L, d].
 

@@ -154,7 +154,7 @@ def _block_mask(q: TokenLayout, k: TokenLayout):
     def mask_mod(row, head, q_index, k_index):
         return _visible(q.map(lambda field: field[row, q_index]), k.map(lambda field: field[row, k_index]))
 
-    count = _compiled_pairs_per_tile() if q.segment.is_cuda else _pairs_per_tile
+    count = compiled_pairs_per_tile() if q.segment.is_cuda else _pairs_per_tile
     pairs = count(q, k)[:rows, None, : math.ceil(queries / TILE), : math.ceil(keys / TILE)]
     mixed, full = _listed((pairs > 0) & (pairs < TILE**2)), _listed(pairs == TILE**2)
     return BlockMask.from_kv_blocks(*mixed, *full, TILE, mask_mod, seq_lengths=(queries, keys))
@@ -180,7 +180,7 @@ def _pairs_per_tile(q: TokenLayout, k: TokenLayout) -> torch.Tensor:
 
 
 @cache
-def _compiled_pairs_per_tile():
+def compiled_pairs_per_tile() -> Callable[..., torch.Tensor]:
     """Compile the count: without fusion, a GPU would write all pairs of tokens to memory."""
     return torch.compile(_pairs_per_tile, dynamic=True)
 

@@ -52,7 +52,7 @@ def test_kernel_compiles_for_gpus_that_are_not_present(dtype, choose):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from mrp_trainer.losses.linear_kl_triton import _kl_rows_kernel
+    from mrp_trainer.losses.linear_kl_triton import kl_rows_kernel
 
     signature = {
         "teacher_ptr": f"*{dtype}",
@@ -70,7 +70,7 @@ def test_kernel_compiles_for_gpus_that_are_not_present(dtype, choose):
     constants = {"BLOCK": 4096, "WRITE_GRADIENT": True, "CHOOSE": choose}
     if not choose:
         constants |= dict.fromkeys(("token_ptr", "score_ptr", "log_prob_ptr", "mask_token_id"))
-    source = ASTSource(_kl_rows_kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    source = ASTSource(kl_rows_kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     for capability in (80, 90):
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
         assert len(compiled.asm["cubin"]) > 0

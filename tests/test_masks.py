@@ -128,7 +128,7 @@ def test_masks_of_many_shapes_share_at_most_two_compiled_graphs(monkeypatch, sha
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    monkeypatch.setattr(masks, "_pairs_per_tile", masks._compiled_pairs_per_tile.__wrapped__())
+    monkeypatch.setattr(masks, "_pairs_per_tile", masks.compiled_pairs_per_tile.__wrapped__())
     for rows, queries, keys in SIZES:
         q, k = random_tokens(rows, queries, 0, shadows), random_tokens(rows, keys, 1, shadows)
         attention_mask(q, q, "flex_attention", torch.float32)

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.generation import (
@@ -174,7 +175,7 @@ class MRPGenerationMixin(GenerationMixin):
         generation_config: GenerationConfig | None = None,
         logits_processor: list | None = None,
         stopping_criteria: list | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> torch.Tensor | MRPGenerateOutput:
         """Generate tokens.
 
@@ -202,7 +203,7 @@ class MRPGenerationMixin(GenerationMixin):
         check_inputs(ids, kwargs.get("attention_mask"), self.config)
         return super().generate(inputs, generation_config, logits_processor, stopping_criteria, **kwargs)
 
-    def _prepare_generation_config(self, generation_config, *args, **kwargs):
+    def _prepare_generation_config(self, generation_config, *args: Any, **kwargs: Any):
         ours = {name: kwargs.pop(name) for name in OPTION_NAMES if name in kwargs}
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
         stored = vars(generation_config)
@@ -226,7 +227,7 @@ class MRPGenerationMixin(GenerationMixin):
         generation_config.decoding_options = DecodingOptions.resolve(values | ours, self.config)
         return generation_config, model_kwargs
 
-    def _prepare_cache_for_generation(self, *args, **kwargs):
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any):
         """Prepare no cache: the decoder makes its own."""
 
     def _sample(

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from os import PathLike
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -32,7 +33,7 @@ def load(arguments: Namespace) -> tuple[MRPForDiffusionLM, PreTrainedTokenizerBa
     return _placed(model, arguments), load_tokenizer(folder, model.config, padding_side="left")
 
 
-def load_tokenizer(source: str | PathLike, config: MRPConfig, **options) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str | PathLike, config: MRPConfig, **options: Any) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder or Hub id without running code that it holds.
 
     Args:

@@ -27,6 +27,8 @@ from .options import (
 from .prompts import built_in_prompts, read_prompts
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from ..benchmarks.decode import Row
 
 BATCH_SIZES = [1, 4, 16]
@@ -115,7 +117,7 @@ def decode(
     measure(on_row=TablePrinter())
 
 
-def prompt_ids(tokenizer, texts: Sequence[str], count: int, raw: bool) -> list[list[int]]:
+def prompt_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], count: int, raw: bool) -> list[list[int]]:
     """Token ids of `count` prompts, repeating `texts` where there are fewer.
 
     Args:

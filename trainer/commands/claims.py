@@ -30,6 +30,8 @@ from .prompts import read_prompts
 if TYPE_CHECKING:
     from hub_cards.tasks.tasks import PythonFunctions, WordProblems
 
+    from ..evaluation.claims import ClaimRow
+
 PROMPTS = 64
 MAX_NEW_TOKENS = 256
 # Parameters that are not repeated in the command of a row.
@@ -234,7 +236,7 @@ def samples_of_file(data: str | None, scorer: str | None, prompt_file: str | Non
 # -- what is shown
 
 
-def command(row, words: Sequence[str]) -> str:
+def command(row: "ClaimRow", words: Sequence[str]) -> str:
     """The command that shows one row."""
     return shlex.join([*words, "--only", row.name])
 
@@ -246,7 +248,7 @@ def _describe_scale(scale) -> str:
     )
 
 
-def as_lines(row, words: Sequence[str]) -> str:
+def as_lines(row: "ClaimRow", words: Sequence[str]) -> str:
     """One claim, with a line for each of its parts."""
     parts = {
         "claim": row.claim,

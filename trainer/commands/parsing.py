@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import typer
 import yaml
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 NONE = ("none", "None")
 
@@ -25,7 +25,7 @@ class Command(TyperCommand):
     #: whether options that the command does not have are set aside for `generate`, in `context.args`
     takes_generate_options: ClassVar[bool] = False
 
-    def parse_args(self, ctx, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Rewrite the words for Typer's own parser, which then checks and converts them."""
         own, others = self._split_words(ctx, args)
         if not self.takes_generate_options:
@@ -90,7 +90,7 @@ class GenerateCommand(Command):
     takes_generate_options = True
 
 
-def is_list(option) -> bool:
+def is_list(option: TyperOption) -> bool:
     """Whether the values of a Typer option are a list to be split at commas."""
     return option.multiple and option.name != "prompt"
 

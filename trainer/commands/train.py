@@ -1,5 +1,7 @@
 """`mrp train`: train a head as a YAML file and the command line say."""
 
+from typing import Any
+
 import typer
 from typer.core import TyperCommand
 
@@ -7,7 +9,7 @@ from typer.core import TyperCommand
 class TrainCommand(TyperCommand):
     """A command whose options are those of training: it passes its words on, and imports them for --help only."""
 
-    def format_options(self, ctx, formatter) -> None:
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:
         """List the options of training in groups, this package's own before those of transformers."""
         from ..argument_parsing import describe_options
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -241,7 +242,7 @@ def decode_prompts(
     options: Mapping,
     max_new_tokens: int,
     batch_size: int,
-    **settings,
+    **settings: Any,
 ) -> Iterator[Answer]:
     """Decode prompts in batches of `batch_size` and yield their answers in order; see `decode_batch`."""
     for start in range(0, len(prompts), batch_size):

@@ -5,6 +5,7 @@ every state that each block went through; `spec` accepts a draft only if it lead
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from modeling_mrp import MRPForDiffusionLM
 
@@ -16,7 +17,12 @@ LOSSLESS = {"mrp_mode": "spec", "mrp_draft": "self", "mrp_steps": 2, "do_sample"
 
 
 def trajectories(
-    model: MRPForDiffusionLM, prompts: Sequence[list[int]], *, max_new_tokens: int, batch_size: int = 64, **options
+    model: MRPForDiffusionLM,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 64,
+    **options: Any,
 ) -> Iterator[dict]:
     """Yield rows for `MRPTrainer` with the model's own answers, in the order of the prompts.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -72,7 +73,7 @@ def verify(
     inputs: Mapping[str, torch.Tensor],
     max_new_tokens: int = 64,
     seed: int = 0,
-    **spec_options,
+    **spec_options: Any,
 ) -> list[Check]:
     """Compare spec with backbone-only for every step rule, greedy and sampling, and a batch with its rows.
 
@@ -149,7 +150,7 @@ def _row_checks(model, tokenizer, inputs, max_new_tokens, seed, spec_options) ->
     return checks
 
 
-def _decode(model, inputs, seed, max_new_tokens, **options):
+def _decode(model, inputs, seed, max_new_tokens, **options: Any):
     """New tokens [R, max_new_tokens] as `generate` returns them, padded to one width, and its output."""
     torch.manual_seed(seed)
     output = model.generate(**inputs, max_new_tokens=max_new_tokens, return_dict_in_generate=True, **options)

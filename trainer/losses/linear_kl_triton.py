@@ -52,7 +52,7 @@ def kl_rows_triton(
     rows, vocab_size = teacher.shape
     block = min(MAX_BLOCK, triton.next_power_of_2(vocab_size))
     with torch.cuda.device_of(teacher):  # triton launches on the current device, which may not be the tensors'
-        _kl_rows_kernel[(rows,)](
+        kl_rows_kernel[(rows,)](
             teacher,
             delta,
             kl,
@@ -101,7 +101,7 @@ if HAS_TRITON:
         return tl.where(x < 0.01, x * (1 - x * (0.5 - x * (1 / 3 - x / 4))), tl.log(1 + x))
 
     @triton.jit
-    def _kl_rows_kernel(
+    def kl_rows_kernel(  # noqa: ANN201  (Triton compiles it: no annotations)
         teacher_ptr,
         delta_ptr,
         kl_ptr,
