@@ -168,6 +168,8 @@ def result_rows(costs: Costs, candidates: Sequence[int], accepted: list[float] |
                 "shape": costs.shape,
                 "batch_size": costs.batch_size,
                 "candidates": k,
+                "step_seconds": costs.verification(1),
+                "head_step_ratio": costs.head / costs.verification(1),
                 "verification_seconds": costs.verification(k),
                 "verification_ratio": costs.ratio(k),
                 "drafting_seconds": (k - 1) * costs.draft,

@@ -20,11 +20,13 @@ from .options import (
     PromptFile,
     Prompts,
     Raw,
+    Record,
     Repeats,
     Revision,
     check_at_least,
 )
 from .prompts import built_in_prompts, read_prompts
+from .recording import Measurement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +71,8 @@ def decode(
     device: Device = None,
     dtype: Dtype = "auto",
     as_json: AsJson = False,
-) -> None:
+    record: Record = None,
+) -> Measurement:
     """Measure tokens per second and forwards of every decoding mode.
 
     All modes decode the same prompts greedily. They are compared with three references:
@@ -107,14 +110,16 @@ def decode(
     )
     about = _settings(loaded, model, ids, max_new_tokens, ignore_eos, repeats)
     if as_json:
-        print(json.dumps({**about, "rows": [asdict(row) for row in measure()]}))
-        return
+        rows = [asdict(row) for row in measure()]
+        print(json.dumps({**about, "rows": rows}))
+        return Measurement({"rows": rows}, about, device=str(loaded.device))
     print("\n".join(f"{name:9} {value}" for name, value in about.items()))
     print(
         "/ X: tokens per second over those of X; forwards, head: calls, each over a batch; tok/fwd: new tokens\n"
         "per forward and row; identical: answers that equal those of static; then how the time splits\n"
     )
-    measure(on_row=TablePrinter())
+    rows = [asdict(row) for row in measure(on_row=TablePrinter())]
+    return Measurement({"rows": rows}, about, device=str(loaded.device))
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], count: int, raw: bool) -> list[list[int]]:

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import AsJson, Device, Repeats
+from .options import AsJson, Device, Record, Repeats
+from .recording import Measurement
 
 
 def loss(
@@ -23,7 +24,8 @@ def loss(
         typer.Option(metavar="N", help="Number of rows whose logits exist at one time.", show_default="auto"),
     ] = None,
     as_json: AsJson = False,
-) -> None:
+    record: Record = None,
+) -> Measurement:
     """Compare the fused loss with PyTorch's ways to compute it.
 
     Measures time and peak memory of one forward and backward of plain PyTorch, torch.compile, Liger and ours, on the
@@ -43,6 +45,7 @@ def loss(
         chunk_rows=chunk_rows or "auto",
     )
     print(json.dumps({"rows": results}) if as_json else _table(results))
+    return Measurement({"rows": results}, device=str(usable_device(device)))
 
 
 def _table(results: list[dict]) -> str:

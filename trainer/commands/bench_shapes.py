@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import AsJson, Device, RandomDtype, Repeats, check_at_least
+from .options import AsJson, Device, RandomDtype, Record, Repeats, check_at_least
+from .recording import Measurement
 
 if TYPE_CHECKING:
     from ..benchmarks.step_costs import Costs
@@ -42,7 +43,8 @@ def shapes(
     device: Device = None,
     repeats: Repeats = 5,
     as_json: AsJson = False,
-) -> None:
+    record: Record = None,
+) -> Measurement:
     """Measure a decoding step at real sizes, predict the gain.
 
     Times a backbone step, the packed verification of K candidates and a head step on random weights of SDAR's sizes. A
@@ -87,6 +89,7 @@ def shapes(
             print(report(costs, table, free_within), flush=True)
     if as_json:
         print(json.dumps({**about, "costs": measured, "rows": rows}))
+    return Measurement({"rows": rows, "accepted": rates, "costs": measured}, settings, device=str(on))
 
 
 def _measure(settings: dict, announce: bool) -> Iterator[tuple["Costs", int]]:

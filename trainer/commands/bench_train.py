@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import AsJson, Device, RandomDtype, Repeats
+from .options import AsJson, Device, RandomDtype, Record, Repeats
+from .recording import Measurement
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,8 @@ def train(
     device: Device = None,
     dtype: RandomDtype = None,
     as_json: AsJson = False,
-) -> None:
+    record: Record = None,
+) -> Measurement:
     """Measure a training step against the work it cannot avoid.
 
     The step runs on random tokens. The work that it cannot avoid is the frozen backbone over the streams
@@ -101,6 +103,7 @@ def train(
     result = bench_train(loaded, **asdict(step))
     about = _settings(loaded, model or shape, step, on)
     print(json.dumps(about | {"result": asdict(result)}) if as_json else _report(about, result))
+    return Measurement({"rows": [asdict(result)]}, about, device=str(on))
 
 
 def build_model(

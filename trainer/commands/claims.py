@@ -21,11 +21,13 @@ from .options import (
     Model,
     PromptFile,
     Raw,
+    Record,
     Revision,
     flag,
     given,
 )
 from .prompts import read_prompts
+from .recording import Measurement
 
 if TYPE_CHECKING:
     from hub_cards.tasks.tasks import PythonFunctions, WordProblems
@@ -102,7 +104,8 @@ def claims(
     dtype: Dtype = "auto",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     as_json: AsJson = False,
-) -> None:
+    record: Record = None,
+) -> Measurement:
     """Measure the paper's claims on a checkpoint.
 
     For each claim: what is claimed, the published figure, ours, the verdict by a stated rule, and the command that
@@ -143,10 +146,10 @@ def claims(
         raw=samples.raw,
     )
     checkpoint = Checkpoint(model, revision, head, device, dtype, full_head)
-    _measure(checkpoint, samples, settings, names, output, _given_words(context), as_json, markdown)
+    return _measure(checkpoint, samples, settings, names, output, _given_words(context), as_json, markdown)
 
 
-def _measure(checkpoint, samples, settings, names, output, words, as_json: bool, markdown: bool) -> None:
+def _measure(checkpoint, samples, settings, names, output, words, as_json: bool, markdown: bool) -> Measurement:
     """Measure the claims and print them as text, as a Markdown table or as JSON."""
     from ..checkpoints.loading import load, load_full_head
     from ..evaluation.claims import check_claims, scale_of
@@ -164,12 +167,14 @@ def _measure(checkpoint, samples, settings, names, output, words, as_json: bool,
         judged = check_claims(
             model, tokenizer, samples.rows, samples.scorer, settings, path, names, full, on_row=show
         )  # fmt: skip
+    rows = [asdict(row) | {"command": command(row, words)} for row in judged]
     if as_json:
         report = {"model": checkpoint.model, "prompts": len(samples.rows), "scale": asdict(scale)}
-        print(json.dumps(report | {"rows": [asdict(row) | {"command": command(row, words)} for row in judged]}))
+        print(json.dumps(report | {"rows": rows}))
     elif markdown:
         print(as_markdown(judged, words))
         print(f"\n{heading}.")
+    return Measurement({"rows": rows, "scale": asdict(scale)}, {"prompts": len(samples.rows)}, device=scale.device)
 
 
 def _given_words(context: typer.Context) -> list[str]:

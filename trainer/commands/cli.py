@@ -17,6 +17,7 @@ from .eval import EvalCommand, evaluate
 from .generate import generate
 from .parsing import Command, GenerateCommand
 from .push import push
+from .recording import MeasuringCommand
 from .trajectories import trajectories
 from .verify import verify
 
@@ -39,7 +40,7 @@ def example(line: str) -> str:
     return f"\b\nExample:\n  {line}"
 
 
-app.command(cls=Command, epilog=example("mrp demo --model code"))(demo)
+app.command(cls=MeasuringCommand, epilog=example("mrp demo --model code"))(demo)
 app.command(cls=Command, epilog=example("mrp convert JetLM/SDAR-1.7B-Chat sdar-1.7b-mrp --num-mrp-layers 3"))(convert)
 app.command(
     cls=train.TrainCommand,
@@ -64,25 +65,28 @@ app.command(
     ),
 )(evaluate)
 app.command(
-    cls=Command,
+    cls=MeasuringCommand,
     epilog=example("mrp claims sdar-1.7b-mrp --data gsm8k.jsonl --scorer numeric --full-head heads/full"),
 )(claims)
 app.command(cls=Command, epilog=example("mrp verify sdar-1.7b-mrp --prompt-file prompts.txt --dtype float32"))(verify)
 app.add_typer(bench, name="bench", help="Measure time and memory.", epilog=example("mrp bench decode words"))
 app.command(cls=Command, epilog=example("mrp push sdar-1.7b-mrp my-name/sdar-1.7b-mrp --private"))(push)
 bench.command(
-    cls=Command, epilog=example("mrp bench loss --rows 8192 --hidden-size 2560 --dtype bfloat16 --device cuda")
+    cls=MeasuringCommand,
+    epilog=example("mrp bench loss --rows 8192 --hidden-size 2560 --dtype bfloat16 --device cuda"),
 )(bench_loss.loss)
 bench.command(
-    cls=Command, epilog=example("mrp bench decode words --modes spec-4 direct-3 plain-sdar --batch-sizes 1 16")
+    cls=MeasuringCommand,
+    epilog=example("mrp bench decode words --modes spec-4 direct-3 plain-sdar --batch-sizes 1 16"),
 )(bench_decode.decode)
 bench.command(
-    cls=Command,
+    cls=MeasuringCommand,
     epilog=example("mrp bench shapes --shapes 4b --batch-sizes 1 8 --candidates 1 2 4 8 --accepted accepted.json"),
 )(bench_shapes.shapes)
-bench.command(cls=Command, epilog=example("mrp bench train --shape 1.7b --layers 4 --rows 2 --sequence-length 1024"))(
-    bench_train.train
-)
+bench.command(
+    cls=MeasuringCommand,
+    epilog=example("mrp bench train --shape 1.7b --layers 4 --rows 2 --sequence-length 1024"),
+)(bench_train.train)
 
 
 @app.callback()

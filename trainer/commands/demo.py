@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from .options import Record
+from .recording import Measurement
+
 if TYPE_CHECKING:  # importing them takes seconds
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +43,8 @@ def demo(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
-) -> None:
+    record: Record = None,
+) -> Measurement | None:
     """Decode held-out samples of an embedded checkpoint in every mode, show one table, and decode one answer slowly.
 
     Example: mrp demo --prompt "Tom has 23 apples, buys 14, doubles them. How many?"
@@ -61,17 +65,19 @@ def demo(
     options = mode_options(SHOWN, loaded.config.block_size)
     if prompt is not None:
         show_answer(loaded, task, prompt, options)
-        return
+        return None
     held_out = task.held_out("test", samples)
     if not json:
         print(_heading(task, len(held_out), batch_size), flush=True)
     rows = [asdict(row) for row in evaluate_task(loaded, task, held_out, batch_size=batch_size)]
+    figures = {"rows": [{key: row[name] for key, name in JSON_KEYS.items()} for row in rows]}
     if json:
-        print(dumps({"rows": [{key: row[name] for key, name in JSON_KEYS.items()} for row in rows]}))
-        return
-    print(rows_table(rows, COLUMNS))
-    print(f"\n{conclusion(rows)}\n\none answer, decoded in mode {SHOWN}")
-    show_answer(loaded, task, held_out[0].prompt, options)
+        print(dumps(figures))
+    else:
+        print(rows_table(rows, COLUMNS))
+        print(f"\n{conclusion(rows)}\n\none answer, decoded in mode {SHOWN}")
+        show_answer(loaded, task, held_out[0].prompt, options)
+    return Measurement(figures, {"samples": len(held_out), "max_new_tokens": task.answer_tokens, "decoding": "greedy"})
 
 
 def _heading(task, samples: int, batch_size: int) -> str:

@@ -20,12 +20,14 @@ from .options import (
     MaxNewTokens,
     Model,
     Raw,
+    Record,
     Revision,
     Seed,
     flag,
     given,
 )
 from .parsing import NONE, GenerateCommand, generate_options
+from .recording import Measurement, MeasuringCommand
 
 if TYPE_CHECKING:
     from modeling_mrp import MRPConfig
@@ -40,7 +42,7 @@ RESERVED = {"pad_token_id", "attention_mask", "inputs", "input_ids", "streamer"}
 RESERVED |= {"return_dict_in_generate", "num_return_sequences"}
 
 
-class EvalCommand(GenerateCommand):
+class EvalCommand(MeasuringCommand, GenerateCommand):
     """`mrp eval` takes --calibrate with or without a number of prompts."""
 
     value_if_bare = {"--calibrate": str(CALIBRATION_PROMPTS)}
@@ -132,7 +134,8 @@ def evaluate(
     device: Device = None,
     dtype: Dtype = "auto",
     as_json: AsJson = False,
-) -> None:
+    record: Record = None,
+) -> Measurement | None:
     """Measure accuracy against tokens per forward.
 
     Every prompt of a jsonl file is decoded in every mode of a grid, and the new text is scored. Results are appended
@@ -174,13 +177,14 @@ def evaluate(
     )
     if calibrate is not None:
         _calibrate(model, loaded, tokenizer, rows, score, settings, as_json)
-        return
+        return None
     folder = Path(output or f"eval-{Path(model).name}")
     records = _decode(checkpoint, loaded, tokenizer, rows, score, settings, folder)
     summary, table = _summarise(loaded, tokenizer, rows[:kl_prompts], records, settings, folder)
     if plots:
         drawing.write_plots(summary, folder, f"{Path(model).name} on {Path(data).stem}")
     print(json.dumps(summary) if as_json else f"{table}\n\n{len(rows)} prompts, written to {folder}")
+    return Measurement(summary, {"prompts": len(rows), "options": options}, device=str(loaded.device))
 
 
 def _decode(checkpoint: Checkpoint, model, tokenizer, rows, score, settings: "Settings", folder: Path) -> list[dict]:

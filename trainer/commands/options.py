@@ -44,6 +44,14 @@ RandomDtype = Annotated[
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs to read.")]
+Record = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Also write the figures, with settings, versions and machine, to this JSON file.",
+        show_default=False,
+    ),
+]
 Prompts = Annotated[
     list[str] | None,
     typer.Option("--prompt", metavar="TEXT", help="Prompt; may be given several times.", show_default=False),
