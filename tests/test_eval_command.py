@@ -102,14 +102,14 @@ def test_the_command_calibrates_and_stores(folder, capsys):
 @pytest.mark.parametrize(
     "extra, expected",
     [
-        (["--steps", "two"], "--steps must be numbers separated by commas, got 'two'"),
+        (["--steps", "two"], "Invalid value for '--steps'"),
         (["--modes", "sepc"], "Did you mean 'spec'"),
         (["--skip", "9"], "no row of data.jsonl is left: --skip 9, --limit None"),
         (["--mrp_mode", "spec"], "options holds mrp_mode"),
         (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
-        (["--max_new_tokens", "5"], "--max_new_tokens is not for mrp eval to change: its own options are"),
-        (["--grid", "grid.yaml", "--compare"], "--grid grid.yaml names the modes itself: leave --compare out"),
-        (["--grid", "broken.yaml"], "--grid broken.yaml is no YAML"),
+        (["--pad-token-id", "5"], "--pad_token_id cannot be set here; use --max-new-tokens or --batch-size"),
+        (["--grid", "grid.yaml", "--compare"], "--grid grid.yaml lists the modes itself: leave --compare out"),
+        (["--grid", "broken.yaml"], "--grid broken.yaml is not valid YAML"),
         (["--calibrate", "2", "--limit", "1"], "leave --limit out"),
         (["--calibrate", "2", "--head", "head"], "leave --head out (mrp convert --head"),
         (["--device", "xpu9"], "--device xpu9 cannot be used here"),

@@ -200,10 +200,10 @@ def test_complete_build_in_small(tmp_path, monkeypatch, task):
     monkeypatch.setattr(build_tiny, "RESIDUAL_THRESHOLDS", (0.5, 1.0))
     out = tmp_path / task.folder.name
     for _ in range(2):  # the second call only loads what the first one finished
-        figures = build_tiny.build(recipe, tmp_path / "scratch", out)
+        built = build_tiny.build(recipe, tmp_path / "scratch", out)
     steps = ["backbone", "head", "refinement", "threshold", "acceptance", "evaluation"]
-    assert [row["step"] for row in figures["rows"]] == steps
-    assert figures["forwards_saved"]["spec-4"] > 0
+    assert [row["step"] for row in built.rows] == steps
+    assert built.figures["forwards_saved"]["spec-4"] > 0
     model, loaded = AutoModel.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert model.generation_config.mrp_mode == "spec" and model.config.calibrated_remask_threshold > 0
     sample = task.held_out("test", 1)[0]

@@ -8,7 +8,6 @@ Everything is seeded. To resume a build that was killed, start it again with the
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,12 +26,15 @@ from mrp_trainer.checkpoints.resume import last_checkpoint
 from mrp_trainer.checkpoints.weight_files import backbone_hash
 from mrp_trainer.evaluation.acceptance import acceptance_range
 from mrp_trainer.evaluation.modes import mode_options
+from mrp_trainer.evaluation.results import Result, new_result, save_result
 from mrp_trainer.evaluation.summary import ModeFigures
-from mrp_trainer.evaluation.task_evaluation import evaluate_task
+from mrp_trainer.evaluation.task_evaluation import demo_rows, evaluate_task
 from mrp_trainer.evaluation.trajectories import packed, trajectories
 
 from ..tasks.tasks import Sample, Task
 from .recipes import RECIPES, Recipe
+from .result_tables import card_figures
+from .results import block
 from .tiny_backbone import encode_sample, train_backbone
 
 SEED = 0
@@ -51,7 +53,7 @@ VALIDATION_SAMPLES = 200
 RESIDUAL_THRESHOLDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 TOKENS_PER_FORWARD_WANTED = 2.5  # minimum for remasking when its threshold is chosen
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 
 def tiny_config(recipe: Recipe, num_mrp_layers: int) -> MRPConfig:
@@ -229,54 +231,20 @@ def build_command(recipe: Recipe) -> str:
     return "python -m hub_cards.build.build_tiny" + ("" if recipe.task.name == "words" else f" {recipe.task.name}")
 
 
-def figures_text(
-    recipe: Recipe, samples: int, rows: list[ModeFigures], seconds: dict[str, float], quality: str = ""
-) -> str:
-    """The card's description of the task and its figures.
-
-    The figures stand in a block that `hub_cards.build.results` can renew from result files.
+def figures_text(recipe: Recipe, demo: Result, built: Result) -> str:
+    """The card's description of the task and its figures, in a block that `hub_cards.build.results` can renew.
 
     Args:
         recipe: recipe of the checkpoint.
-        samples: number of held-out samples that were decoded.
-        rows: one row of the table per decoding mode.
-        seconds: time of every build step, by name.
-        quality: a paragraph about the backbone's quality, or nothing.
+        demo: result of decoding held-out samples in every mode.
+        built: result of the build: the time of every step, and the backbone's quality.
     """
-    steps = ", ".join(f"{name} {spent:.0f} s" for name, spent in seconds.items())
-    return "\n".join(
-        [
-            recipe.description,
-            "",
-            f"<!-- results:card-{recipe.task.name} -->",
-            f"Measured on {samples} held-out samples, greedy, float32, on a CPU (threads: {torch.get_num_threads()}), "
-            f"Python {platform.python_version()}. Every forward of the backbone is counted. The time ratio is "
-            "static's time over the mode's.",
-            "",
-            *markdown_table(rows),
-            "",
-            *([quality, ""] if quality else []),
-            f"Built by `{build_command(recipe)}`, seed {SEED}: {steps}.",
-            "<!-- /results -->",
-        ]
-    )
+    return f"{recipe.description}\n\n{block(f'card-{recipe.task.name}', card_figures(demo, built))}"
 
 
 def forwards_saved(rows: Sequence[ModeFigures]) -> dict[str, float]:
     """Backbone forwards of the first mode over those of every other mode, by mode."""
     return {row.mode: rows[0].forwards / row.forwards for row in rows[1:]}
-
-
-def markdown_table(rows: list[ModeFigures]) -> list[str]:
-    """The rows as a Markdown table, without an accuracy column if the task has no accuracy."""
-    scored = rows[0].accuracy is not None
-    names = ["mode", *(["accuracy"] if scored else []), "tokens per forward", "forwards", "time ratio"]
-    lines = ["| " + " | ".join([*names, "same answer as static"]) + " |", "|---" * (len(names) + 1) + "|"]
-    for row in rows:
-        cells = [row.mode, *([f"{row.accuracy:.3f}"] if scored else []), f"{row.tokens_per_forward:.2f}"]
-        cells += [f"{row.forwards}", f"{row.time_ratio:.2f}", f"{row.identical:.1%}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
 
 
 def write_checkpoint(model: MRPForDiffusionLM, recipe: Recipe, destination: Path) -> None:
@@ -303,7 +271,7 @@ class Steps:
         self.file = file
         self.seconds: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
-    def run(self, name: str, work: Callable[..., Result], *arguments: Any) -> Result:
+    def run(self, name: str, work: Callable[..., Returned], *arguments: Any) -> Returned:
         """Call `work` with the arguments, print how long it took, and return its result."""
         print(f"{name} ...", flush=True)
         began = time.monotonic()
@@ -315,7 +283,7 @@ class Steps:
         return result
 
 
-def build(recipe: Recipe, scratch: Path, destination: Path) -> dict[str, Any]:
+def build(recipe: Recipe, scratch: Path, destination: Path) -> Result:
     """Build a checkpoint from scratch, or resume building it.
 
     Args:
@@ -324,7 +292,7 @@ def build(recipe: Recipe, scratch: Path, destination: Path) -> dict[str, Any]:
         destination: folder of the checkpoint.
 
     Returns:
-        The figures for a result file: the time of every step, the backbone's quality, and the forwards saved by mode.
+        The result of the build: the time of every step, the backbone's quality, and the forwards saved by mode.
     """
     scratch.mkdir(parents=True, exist_ok=True)
     steps = Steps(scratch / "seconds.json")
@@ -335,7 +303,7 @@ def build(recipe: Recipe, scratch: Path, destination: Path) -> dict[str, Any]:
     return finish(model, recipe, steps, scratch, destination)
 
 
-def finish(model: MRPForDiffusionLM, recipe: Recipe, steps: Steps, scratch: Path, destination: Path) -> dict[str, Any]:
+def finish(model: MRPForDiffusionLM, recipe: Recipe, steps: Steps, scratch: Path, destination: Path) -> Result:
     """Run everything that follows the head's first training: refinement, measurements, and writing the folder.
 
     Returns:
@@ -347,9 +315,25 @@ def finish(model: MRPForDiffusionLM, recipe: Recipe, steps: Steps, scratch: Path
     model.config.trained_acceptance = steps.run("acceptance", measure_acceptance, model, task)
     samples = task.held_out("test", TEST_SAMPLES)
     rows = steps.run("evaluation", evaluate_task, model, task, samples)
-    quality = recipe.quality(model, samples)
+    times = [{"step": name, "seconds": spent} for name, spent in steps.seconds.items()]
+    built = new_result(
+        "build_tiny",
+        command=build_command(recipe),
+        settings={"task": task.name, "seed": SEED},
+        figures={
+            "rows": times,
+            "quality": recipe.quality(model, samples),
+            "forwards_saved": forwards_saved(rows),
+        },
+    )
+    demo = new_result(
+        "demo",
+        command=f"mrp demo --model {task.name}",
+        settings={"model": task.folder.name, "samples": len(samples), "batch_size": 100},
+        figures={"rows": demo_rows(rows)},
+    )
     write_checkpoint(model, recipe, destination)
-    figures = figures_text(recipe, len(samples), rows, steps.seconds, quality)
+    figures = figures_text(recipe, demo, built)
     card = render_card(
         model,
         name=destination.name,
@@ -359,16 +343,7 @@ def finish(model: MRPForDiffusionLM, recipe: Recipe, steps: Steps, scratch: Path
     )
     (destination / "README.md").write_text(card, encoding="utf-8")
     print(figures)
-    times = [{"step": name, "seconds": spent} for name, spent in steps.seconds.items()]
-    return {"rows": times, "quality": quality, "forwards_saved": forwards_saved(rows)}
-
-
-def record(file: Path, recipe: Recipe, figures: dict[str, Any]) -> None:
-    """Write a result file with the figures that `build` returned."""
-    from mrp_trainer.evaluation.results import write_result
-
-    settings = {"task": recipe.task.name, "seed": SEED}
-    write_result(file, name="build_tiny", command=build_command(recipe), settings=settings, figures=figures)
+    return built
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -383,9 +358,9 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     recipe = RECIPES[options.task]
     scratch = options.scratch or Path("build") / recipe.task.name
-    figures = build(recipe, scratch, options.out or recipe.task.folder)
+    result = build(recipe, scratch, options.out or recipe.task.folder)
     if options.record is not None:
-        record(options.record, recipe, figures)
+        save_result(options.record, result)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from datasets import Dataset
 from modeling_mrp import MRPForDiffusionLM
 from mrp_trainer.checkpoints.head_files import load_head
 from mrp_trainer.evaluation.modes import mode_options, needs_head
+from mrp_trainer.evaluation.results import write_result
 from mrp_trainer.evaluation.task_evaluation import evaluate_task
 
 from ..tasks.tasks import Sample, Task
@@ -175,8 +176,6 @@ def record(file: Path, task: str, results: dict[str, dict[str, float]]) -> None:
         task: name of the task.
         results: what `compare` returned.
     """
-    from mrp_trainer.evaluation.results import write_result
-
     rows = [
         {"head": name, "recipe": asdict(VARIANTS[name]) if name in VARIANTS else None, "forwards_saved": saved}
         for name, saved in results.items()

@@ -18,15 +18,6 @@ if TYPE_CHECKING:  # importing them takes seconds
 
 SHOWN = "spec-4"  # the mode of the answer that is shown as it is decoded, and of the closing sentence
 COLUMNS = ("mode", "accuracy", "tokens/forward", "forwards", "time ratio", "identical")
-# keys of a row in the JSON output, and the fields of `ModeFigures` that they show
-JSON_KEYS = {
-    "name": "mode",
-    "accuracy": "accuracy",
-    "tokens_per_forward": "tokens_per_forward",
-    "backbone_forwards": "forwards",
-    "wall_clock_ratio": "time_ratio",
-    "identical": "identical",
-}
 
 
 def demo(
@@ -58,7 +49,7 @@ def demo(
 
     from ..evaluation.modes import mode_options
     from ..evaluation.summary import rows_table
-    from ..evaluation.task_evaluation import evaluate_task
+    from ..evaluation.task_evaluation import demo_rows, evaluate_task
 
     task = task_of(model)
     loaded = _load(task)
@@ -69,8 +60,8 @@ def demo(
     held_out = task.held_out("test", samples)
     if not json:
         print(_heading(task, len(held_out), batch_size), flush=True)
-    rows = [asdict(row) for row in evaluate_task(loaded, task, held_out, batch_size=batch_size)]
-    figures = {"rows": [{key: row[name] for key, name in JSON_KEYS.items()} for row in rows]}
+    measured = evaluate_task(loaded, task, held_out, batch_size=batch_size)
+    rows, figures = [asdict(row) for row in measured], {"rows": demo_rows(measured)}
     if json:
         print(dumps(figures))
     else:

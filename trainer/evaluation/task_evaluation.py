@@ -12,6 +12,16 @@ from .runs import Settings, evaluate
 from .scorers import Scorer
 from .summary import ModeFigures, summarise
 
+# Keys of a row in the demo's JSON output and in its result file, and the fields of `ModeFigures` that they show.
+DEMO_KEYS = {
+    "name": "mode",
+    "accuracy": "accuracy",
+    "tokens_per_forward": "tokens_per_forward",
+    "backbone_forwards": "forwards",
+    "wall_clock_ratio": "time_ratio",
+    "identical": "identical",
+}
+
 
 class Task(Protocol):
     """What an evaluation reads of one of `hub_cards.tasks.tasks.TASKS`.
@@ -52,6 +62,11 @@ def evaluate_task(
     settings = Settings(modes, task.right_when or "none", task.answer_tokens, batch_size, raw=True)
     records = evaluate(model, task.tokenizer, rows, task_scorer(task, samples), settings)
     return [ModeFigures(**row) for row in summarise(records, list(modes))["rows"]]
+
+
+def demo_rows(figures: Sequence[ModeFigures]) -> list[dict]:
+    """Return the rows of the demo's JSON output, one for each mode."""
+    return [{key: getattr(row, name) for key, name in DEMO_KEYS.items()} for row in figures]
 
 
 def task_scorer(task: Task, samples: Sequence) -> Scorer | None:
