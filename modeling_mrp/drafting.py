@@ -4,14 +4,15 @@ import torch
 
 from .block_state import BlockState
 from .cached_forwards import CachedForwards, Candidates
+from .masks import CLEAN
 from .options import DecodingOptions
 from .sampling import Sampler
 
 
 def current_states(state: BlockState) -> Candidates:
     """Return one candidate per running row: its current block as it is."""
-    stream = torch.ones(1, dtype=torch.long, device=state.tokens.device)
-    return Candidates(state.block[:, None], state.running[:, None], stream)
+    live = state.running[:, None]
+    return Candidates(state.block[:, None], live, torch.ones_like(live, dtype=torch.long))
 
 
 def with_shadow(state: BlockState, candidates: Candidates) -> Candidates:
@@ -24,7 +25,7 @@ def with_shadow(state: BlockState, candidates: Candidates) -> Candidates:
     return Candidates(
         torch.cat([candidates.blocks, shadow], dim=1),
         torch.cat([candidates.live, candidates.live & asks], dim=1),
-        torch.cat([candidates.stream, -candidates.stream]),
+        torch.cat([candidates.stream, -candidates.stream], dim=1),
     )
 
 
@@ -36,6 +37,14 @@ class ChainDrafter:
         candidate 2    candidate 1 after a step on the logits that the head estimates for it, and so on
 
     With `mrp_draft="self"` there is no head: every step reads the backbone's logits of the last round.
+
+    Across the block border. A draft that completes its block is followed by the *opening state* of the next block, all
+    masked, as the last candidate of its row. The complete draft is labelled as a clean block, so the opening state
+    sees it as its context. If the backbone confirms the draft, the same forward has also opened the next block:
+
+        candidate 1    a b _ d
+        candidate 2    a b c d                                  complete: read as a clean block
+        candidate 3             _ _ _ _                         the next block, which sees a b c d
 
     Args:
         forwards: forwards of the backbone and of the head.
@@ -51,6 +60,8 @@ class ChainDrafter:
         self.uses_head = options.mrp_draft == "head"
         self.steps_per_head_step = options.mrp_drafts_per_head_step
         self.threshold = options.mrp_draft_threshold
+        # a processor that reads the tokens so far would have to see each candidate's own tokens at the border
+        self.crosses_border = not sampler.reads_context
 
     def draft(self, state: BlockState, context: torch.Tensor | None) -> Candidates:
         """Draft candidates for all rows, as many as the options allow and at least one row can use.
@@ -64,29 +75,55 @@ class ChainDrafter:
             context: finished tokens for the logits processors, or None.
         """
         block, hidden = state.block, state.hidden  # [R, B], [R, B, H]
-        blocks, live = [block], [state.running]
+        never = torch.zeros_like(state.running)
+        blocks, live, complete, opens = [block], [state.running], [never], [never]  # per candidate: [R, B], then [R]
         drafting = state.running & ~state.opening  # rows whose chain goes on, [R]
-        logits, placement = None, None
-        for depth in range(1, self.candidates if state.running_rows > state.opening_rows else 1):
-            if self.uses_head and (depth - 1) % self.steps_per_head_step == 0:
-                # one placement for the whole chain: rows that stop drafting keep their slots, unread
-                placement = self.forwards.place_states(state, drafting[:, None]) if placement is None else placement
-                hidden = self.forwards.head(state, block[:, None], hidden[:, None], drafting[:, None], placement)[:, 0]
-                logits = None
-            if logits is None:
-                logits = self.forwards.model.logits(hidden)  # [R, B, V]
-            choice = self.sampler.read(logits, state.positions, state.steps + depth - 1, context)
-            reveal = self.rule(choice.confidence, choice.entropy, block == state.mask_token_id)
-            if self.threshold is not None:
-                lowest = choice.confidence.masked_fill(~reveal, torch.inf).amin(-1)
-                drafting = drafting & (lowest >= self.threshold)
-            block = torch.where(reveal, choice.token, block)
-            drafting = drafting & ~state.settled(block)  # a settled state needs no logits, so no candidate either
-            # waits for the device: a head step or a candidate that no row uses would cost more than the wait
-            if not drafting.any():
+        any_drafting, any_complete = state.running_rows > state.opening_rows, False  # known to the host
+        crossing, logits, placement = False, None, None
+        for depth in range(1, self.candidates if any_drafting else 1):
+            completed, any_completed = complete[-1], any_complete  # their next candidate is an opening state
+            complete.append(never)
+            any_complete = False
+            if any_drafting:
+                if self.uses_head and (depth - 1) % self.steps_per_head_step == 0:
+                    # one placement for the whole chain: rows that stop drafting keep their slots, unread
+                    placement = placement or self.forwards.place_states(state, drafting[:, None])
+                    states = block[:, None], hidden[:, None], drafting[:, None]
+                    hidden = self.forwards.head(state, *states, placement)[:, 0]
+                    logits = None
+                if logits is None:
+                    logits = self.forwards.model.logits(hidden)  # [R, B, V]
+                block, drafted = self._next_draft(state, block, drafting, logits, depth, context)
+                settled = state.settled(block)
+                if self.crosses_border and depth + 1 < self.candidates:  # there is room for an opening state
+                    complete[-1] = drafted & settled & state.continues_after(block)
+                drafting = drafted & ~settled  # a settled state needs no logits
+                state.proposed[:, depth] += drafting | complete[-1]
+                # waits for the device: a head step or a candidate that no row uses would cost more than the wait
+                answer = int(drafting.any().long() + 2 * complete[-1].any())  # two answers in one number: one wait
+                any_drafting, any_complete = bool(answer & 1), bool(answer & 2)
+            if not (any_drafting or any_complete or any_completed):
                 break
-            blocks.append(block)
-            live.append(drafting)
-            state.proposed[:, depth] += drafting
-        stream = torch.arange(1, len(blocks) + 1, device=block.device)
-        return Candidates(torch.stack(blocks, dim=1), torch.stack(live, dim=1), stream)
+            blocks.append(torch.where(completed[:, None], state.mask_token_id, block))
+            live.append(drafting | complete[-1] | completed)
+            opens.append(completed)
+            crossing = crossing or any_completed
+        return self._candidates(blocks, live, complete, opens, crossing)
+
+    def _next_draft(self, state, block, drafting, logits, depth, context):
+        """Take a step on estimated logits [R, B, V]; return the states [R, B] and the rows that dare the step [R]."""
+        choice = self.sampler.read(logits, state.positions, state.steps + depth - 1, context)
+        reveal = self.rule(choice.confidence, choice.entropy, block == state.mask_token_id)
+        if self.threshold is not None:
+            lowest = choice.confidence.masked_fill(~reveal, torch.inf).amin(-1)
+            drafting = drafting & (lowest >= self.threshold)
+        return torch.where(reveal, choice.token, block), drafting
+
+    def _candidates(self, blocks, live, complete, opens, crossing: bool) -> Candidates:
+        """Stack the candidates of all depths."""
+        live, opens = torch.stack(live, dim=1), torch.stack(opens, dim=1)  # [R, C]
+        complete = torch.stack(complete[: live.shape[1]], dim=1)
+        number = torch.arange(1, live.shape[1] + 1, device=live.device)
+        # a complete draft is a clean block to the opening state after it, and hidden from the drafts of its own block
+        stream = torch.where(complete, CLEAN, number)
+        return Candidates(torch.stack(blocks, dim=1), live, stream, opens=opens if crossing else None)

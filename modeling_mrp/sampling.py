@@ -96,6 +96,7 @@ class Sampler:
         seed: seed of the noise, drawn once per call.
         with_entropy: whether `read` returns the entropy.
         with_scores: whether `read` returns the scores.
+        reads_context: whether a logits processor may depend on the tokens decoded so far.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Sampler:
         seed: int = 0,
         with_entropy: bool = False,
         with_scores: bool = False,
+        reads_context: bool = False,
     ) -> None:
         self._mask_index = torch.tensor(mask_token_id)
         self.shaping = shaping
@@ -114,6 +116,7 @@ class Sampler:
         self.keys = None if keys is None else combine_keys(torch.as_tensor(seed, device=keys.device), keys)
         self.with_entropy = with_entropy
         self.with_scores = with_scores
+        self.reads_context = reads_context
 
     @property
     def samples(self) -> bool:

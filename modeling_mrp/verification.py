@@ -35,6 +35,8 @@ class BackboneStep(NamedTuple):
         revealed: positions that the step reveals, boolean [R, B].
         confidence: confidence of the backbone's choice at each position, [R, B].
         reveal_steps: denoising step at which each position of the block that was masked is revealed, [R, B].
+        opened: the first step of the next block, in rows whose confirmed candidate completes the current one and is
+            followed by the opening state; None if no candidate is an opening state.
     """
 
     last: torch.Tensor
@@ -43,6 +45,23 @@ class BackboneStep(NamedTuple):
     revealed: torch.Tensor
     confidence: torch.Tensor
     reveal_steps: torch.Tensor
+    opened: "Opened | None" = None
+
+
+class Opened(NamedTuple):
+    """The backbone's first step in the next block of rows that cross the block border.
+
+    Attributes:
+        rows: which rows cross, boolean [R]; the other fields mean nothing in other rows.
+        after: the next block after the step, [R, B].
+        at: index of the opening state among the candidates, [R].
+        scores: processed scores of the opening state, [R, B, V]; None unless asked for.
+    """
+
+    rows: torch.Tensor
+    after: torch.Tensor
+    at: torch.Tensor
+    scores: torch.Tensor | None
 
 
 class Verifier:
@@ -73,9 +92,10 @@ class Verifier:
         blocks = candidates.blocks  # [R, C, B]
         row = torch.arange(len(blocks), device=blocks.device)
         depth = torch.arange(blocks.shape[1], device=blocks.device)
-        choice = self.sampler.read(
-            logits, state.positions[:, None].expand_as(blocks), state.steps[:, None] + depth, context
-        )
+        steps = state.steps[:, None] + depth
+        if candidates.opens is not None:
+            steps = steps.masked_fill(candidates.opens, 0)
+        choice = self.sampler.read(logits, candidates.positions(state), steps, context)
         masked = blocks == state.mask_token_id
         reveal = self.rule(choice.confidence, choice.entropy, masked)
         following = torch.where(reveal, choice.token, blocks)  # the backbone's step on every candidate, [R, C, B]
@@ -96,6 +116,18 @@ class Verifier:
             revealed=reveal[row, last],
             confidence=choice.confidence[row, last],
             reveal_steps=state.steps[:, None] + masked_in - 1,
+            opened=None if candidates.opens is None else self._opened(state, candidates, choice, following, last),
+        )
+
+    def _opened(self, state, candidates: Candidates, choice: TokenChoice, following, last) -> Opened:
+        """Find the rows whose last confirmed candidate is followed by an opening state."""
+        row = torch.arange(len(last), device=last.device)
+        at = (last + 1).clamp(max=candidates.live.shape[1] - 1)
+        return Opened(
+            rows=candidates.opens[row, at] & (at > last) & state.running,
+            after=following[row, at],
+            at=at,
+            scores=None if choice.scores is None else choice.scores[row, at],
         )
 
     def _confirmed(self, candidates: Candidates, choice: TokenChoice, following: torch.Tensor) -> torch.Tensor:
@@ -110,7 +142,8 @@ class Verifier:
             new = drafted != candidates.blocks[:, :-1]
             sure = choice.confidence[:, :-1] >= self.floor
             agrees = agrees | (((choice.token[:, :-1] == drafted) & sure) | ~new).all(-1)
-        return torch.cat([first, agrees & candidates.live[:, 1:]], dim=1).cumprod(1).bool()
+        drafts = candidates.live if candidates.opens is None else candidates.live & ~candidates.opens
+        return torch.cat([first, agrees & drafts[:, 1:]], dim=1).cumprod(1).bool()
 
     def _write_scores(self, state: BlockState, candidates: Candidates, following, scores, last):
         """Write the scores of every token revealed from the first candidate on, the step on the last included."""

@@ -61,8 +61,9 @@ def decode_and_count(model, prompts, monkeypatch, **options):
     [
         ({"mrp_mode": None}, 0),
         ({"mrp_mode": None, "remasking_strategy": "low_confidence_dynamic", "confidence_threshold": 0.05}, 0),
-        ({"mrp_mode": "spec", "mrp_steps": STEPS}, STEPS - 1),
-        ({"mrp_mode": "spec", "mrp_steps": STEPS, "mrp_draft": "self"}, STEPS - 1),
+        # one for each draft, and one where the opening state of the next block was read
+        ({"mrp_mode": "spec", "mrp_steps": STEPS}, STEPS),
+        ({"mrp_mode": "spec", "mrp_steps": STEPS, "mrp_draft": "self"}, STEPS),
         ({"mrp_mode": "direct", "mrp_steps": STEPS}, STEPS),
         ({"mrp_mode": "remask", "confidence_threshold": 0.05}, 1),
         ({"mrp_mode": "remask", "confidence_threshold": 0.05, "remask_criterion": "backbone"}, 0),

@@ -127,13 +127,19 @@ class BlockState:
                 running.sum(),
                 (self.opening & self.running).sum(),
                 (self.pending * running).max(),
+                (self.starts - self.pending * self.block_size).max(),
                 next_lengths.max(),
                 self.starts.max(),
             ]
         )
-        self.running_rows, self.opening_rows, self.max_pending, self.next_longest, self.longest_start = (
-            scalars.tolist()
-        )
+        (
+            self.running_rows,
+            self.opening_rows,
+            self.max_pending,
+            self.longest_cached,
+            self.next_longest,
+            self.longest_start,
+        ) = scalars.tolist()
 
     @property
     def block(self) -> torch.Tensor:
@@ -188,6 +194,17 @@ class BlockState:
         """
         return ~((blocks == self.mask_token_id) & self._returned(blocks)).any(-1)
 
+    def continues_after(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return whether a row goes on with its next block once a settled state of the current one is reached.
+
+        Args:
+            blocks: a state of each row's current block, [R, B].
+
+        Returns:
+            Boolean [R].
+        """
+        return ~self._eos(blocks).any(-1) & (self.starts + self.block_size < self.limits)
+
     def _returned(self, blocks):
         eos = self._eos(blocks).long()
         not_after_eos = eos.cumsum(-1) - eos == 0
@@ -208,7 +225,7 @@ class BlockState:
         """
         block = self.block
         settled = self.settled(block) & self.running
-        ended = settled & (self._eos(block).any(-1) | (self.starts + self.block_size >= self.limits))
+        ended = settled & ~self.continues_after(block)
         moved = settled & ~ended
         self.running = self.running & ~ended
         self.starts = self.starts + moved * self.block_size
@@ -216,6 +233,20 @@ class BlockState:
         self.pending = self.pending + moved.long()
         self.steps = torch.where(moved, 0, self.steps)
         self.opening = self.opening | moved
+
+    def open_next(self, rows: torch.Tensor, after: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Take the first step of the next block in rows that `advance` has just moved there.
+
+        Args:
+            rows: the rows, boolean [R]; their completed block is in the cache.
+            after: the new block after the backbone's step, [R, B].
+            hidden: the backbone's hidden states before it, [R, B, H].
+        """
+        self.pending = self.pending * ~rows
+        self.opening = self.opening & ~rows
+        self.write(after, rows, torch.zeros_like(after))
+        self.steps = torch.where(rows, 1, self.steps)
+        self.hidden = torch.where(rows[:, None, None], hidden, self.hidden)
 
     def clean_blocks(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the pending clean blocks of each row, the earliest first.

@@ -28,6 +28,7 @@ Host synchronisations. The host waits for the device where a shape, or whether a
                      `on_progress` of `generate`: how many columns have been finished since the last round, and for
                      each of them whether any row goes on after the stopping criteria
     spec             whether any row still drafts, once per draft, before the next head step
+                     where an opening state was read (see drafting.py): whether any row crosses the block border
     direct           whether any row is still unsettled, once per head step
     remask           how many reveals the head has to judge, once per round
     output_scores    `BlockState.write_scores` looks for the positions that were revealed, once per candidate
@@ -117,6 +118,7 @@ class Decoder:
             self.state.running = everything.running[rows]
             self.state.synchronise()
             rows = rows[self.drop_ended_rows()]
+            self.cache.longest = self.state.longest_cached
 
     def drop_ended_rows(self) -> torch.Tensor | slice:
         """Once many rows have ended, continue without them; return the indices [n] of the rows that remain."""
@@ -140,10 +142,13 @@ class Decoder:
     def spec_round(self, context: torch.Tensor | None) -> None:
         """`spec`: draft, verify, reveal what was confirmed, and take the backbone's step from there."""
         candidates = self.drafter.draft(self.state, context)
-        step = self.backbone_step(candidates, context)
+        hidden = self.forwards.backbone(self.state, candidates)
+        step = self.step_on_last_confirmed(candidates, hidden, context)
         if candidates.live.shape[1] > 1:
             self.state.write(step.before, self.state.running, step.reveal_steps, by_head=self.drafter.uses_head)
         self.take(step, step.after, step.reveal_steps)
+        if step.opened is not None:
+            self.cross_border(step, hidden)
 
     def direct_round(self, context: torch.Tensor | None) -> None:
         """`direct`: one step of the backbone, then up to K steps on corrected logits without verification."""
@@ -197,6 +202,23 @@ class Decoder:
         state.write(after, state.running, steps)
         state.steps = state.steps + torch.where(state.running, step.last + 1, 0)
         state.opening = torch.zeros_like(state.opening)
+
+    def cross_border(self, step: BackboneStep, hidden: torch.Tensor) -> None:
+        """Move rows whose opening state was read to the next block, and take the backbone's first step there.
+
+        Args:
+            step: the backbone's step; in these rows its last confirmed candidate is the complete block.
+            hidden: the backbone's hidden states on all candidates, [R, C, B, H].
+        """
+        opened, row = step.opened, torch.arange(len(hidden), device=hidden.device)
+        if not opened.rows.any():  # waits for the device: no head forward may run that no row needs
+            return
+        self.forwards.commit_candidates(self.state, opened.rows, step.last, step.before, hidden[row, step.last])
+        self.state.advance()
+        if opened.scores is not None:
+            revealed = opened.after != self.state.mask_token_id
+            self.state.write_scores(opened.scores, revealed & opened.rows[:, None])
+        self.state.open_next(opened.rows, opened.after, hidden[row, opened.at])
 
     def step_from_corrected_logits(self, context: torch.Tensor | None) -> None:
         """Take up to K steps by the same rule on logits that the head has corrected."""

@@ -33,7 +33,7 @@ class BlockCache(Cache):
         self.capacity = capacity
         self.block_size = block_size
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # committed tokens per row, [R]
-        self._longest = 0  # the greatest of them, known without asking the device
+        self.longest = 0  # the greatest of them or a bound on it, known without asking the device
         self._slots = None  # slots that the current forward writes to, [R, Q]
         self._span = 0  # slots that the current forward may see
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -51,7 +51,7 @@ class BlockCache(Cache):
             ValueError: when the tokens do not fit into the capacity.
         """
         width = queries.segment.shape[1]
-        self._span = self._longest + width
+        self._span = self.longest + width
         if self._span > self.capacity:
             raise ValueError(f"BlockCache holds {self.capacity} slots per row, but {self._span} are needed")
         device = self.lengths.device
@@ -96,7 +96,22 @@ class BlockCache(Cache):
             longest: the greatest committed length after that, known to the host.
         """
         self.lengths = self.lengths + counts
-        self._longest = longest
+        self.longest = longest
+
+    def move_to_front(self, offsets: torch.Tensor) -> None:
+        """Copy a block of the last forward to the first scratch slots of every row, in all layers.
+
+        Args:
+            offsets: where the block starts among the tokens of that forward, [R].
+        """
+        within = torch.arange(self.block_size, device=offsets.device)
+        target = self.lengths[:, None] + within  # [R, B]
+        source = target + offsets[:, None]
+        for buffers in self._buffers.values():
+            for buffer in buffers:
+                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
+                block = buffer.gather(2, source[:, None, :, None].expand(shape))
+                buffer.scatter_(2, target[:, None, :, None].expand(shape), block)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop all rows but those with the given indices [n]."""
@@ -106,4 +121,4 @@ class BlockCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the greatest committed length."""
-        return self._longest
+        return self.longest

@@ -46,14 +46,22 @@ class Candidates(NamedTuple):
     Attributes:
         blocks: tokens of the states, [R, C, B].
         live: which of them are real, [R, C]; the others are padding.
-        stream: number of each state's stream in the attention rule (see masks.py), [C].
+        stream: number of each state's stream in the attention rule (see masks.py), [R, C].
         most_beside_clean: the most live states of a row that has pending clean blocks.
+        opens: which of them are the opening state of the next block, after a draft that completes the current one,
+            [R, C]; None if there is none.
     """
 
     blocks: torch.Tensor
     live: torch.Tensor
     stream: torch.Tensor
     most_beside_clean: int = 1
+    opens: torch.Tensor | None = None
+
+    def positions(self, state: BlockState) -> torch.Tensor:
+        """Return the positions of the candidates' tokens, [R, C, B]."""
+        positions = state.positions[:, None].expand_as(self.blocks)
+        return positions if self.opens is None else positions + self.opens[..., None] * state.block_size
 
 
 class Placement(NamedTuple):
@@ -92,8 +100,8 @@ class CachedForwards:
             Hidden states of the candidates, [R, C, B, H].
         """
         blocks, live = candidates.blocks, candidates.live
-        positions = state.positions[:, None].expand_as(blocks)
-        stream = candidates.stream[:, None].expand_as(blocks)
+        positions = candidates.positions(state)
+        stream = candidates.stream[..., None].expand_as(blocks)
         real = live[..., None].expand_as(blocks)
         if not state.max_pending:
             state.forwards[:, BACKBONE] += state.running
@@ -149,6 +157,26 @@ class CachedForwards:
         committed = state.pending * state.running
         self.cache.commit(committed * self.cache.block_size, state.next_longest)
         state.pending = state.pending - committed
+
+    def commit_candidates(
+        self, state: BlockState, rows: torch.Tensor, at: torch.Tensor, blocks: torch.Tensor, hidden: torch.Tensor
+    ) -> None:
+        """Commit complete candidates of the last forward as clean blocks.
+
+        Args:
+            state: the rows, still on the block that the candidates complete.
+            rows: which rows, boolean [R]; they have no pending blocks.
+            at: index of the candidate of each row, [R].
+            blocks: its tokens, [R, B].
+            hidden: the backbone's hidden states on it, [R, B, H].
+        """
+        self.cache.move_to_front(at * self.cache.block_size)
+        if self.head_reads_clean_blocks:
+            real = rows[:, None, None].expand(-1, 1, blocks.shape[1])
+            placement = self._place(state.positions[:, None], torch.full_like(blocks, CLEAN)[:, None], real)
+            self.model.corrected_hidden_states(blocks, hidden, *placement, self.cache)
+            state.forwards[:, HEAD] += rows
+        self.cache.commit(rows * self.cache.block_size, self.cache.longest + self.cache.block_size)
 
     def head(
         self,

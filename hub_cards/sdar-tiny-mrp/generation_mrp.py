@@ -272,6 +272,7 @@ class MRPGenerationMixin(GenerationMixin):
             seed=torch.randint(2**62, ()).item() if generation_config.do_sample else 0,
             with_entropy=options.step_rule.needs_entropy,
             with_scores=bool(generation_config.output_scores and generation_config.return_dict_in_generate),
+            reads_context=any(type(processor).__name__ not in ORDER_FREE for processor in logits_processor),
         )
         emitter = ColumnEmitter(ids, max_new_tokens, pad, stopping_criteria, streamer, sampler.with_scores)
         with torch.no_grad(), _in_eval_mode(self):
