@@ -81,6 +81,9 @@ def expected_block_cost(
 ) -> float:
     """Expected cost of the rounds of a block after its first one, for the static rule with one token a step.
 
+    Every block is opened by a forward of its own here. Decoding also opens a block in the round that completes the one
+    before it, where its drafts are right and K leaves room, so it needs fewer forwards than predicted.
+
     With u positions still masked a round reads c = min(K, u) candidates: the current state and those after 1 .. c - 1
     drafts. When a drafts are accepted, a + 1 fewer positions are masked after the round.
 

@@ -53,8 +53,8 @@ def shapes(
     With --accepted FILE the speed-up over K is predicted. FILE is the output of `mrp bench decode MODEL --modes spec-8
     --json`, or holds {"accepted": [0.8, 0.6, ...]}: the shares of the drafts 1, 2, ... steps after the backbone's own
     certain one that were accepted (a draft after a rejected one counts as rejected). The prediction is for the static
-    rule with one token a step. The rows of a batch are assumed to need the same rounds, so it is an upper bound for
-    batches.
+    rule with one token a step, and opens every block by a forward of its own: drafts that cross the block border save
+    more. The rows of a batch are assumed to need the same rounds, so it is an upper bound for batches.
     """
     check_at_least(0, free_within=free_within, context=context)
     check_at_least(1, layers=layers)
