@@ -194,7 +194,8 @@ def test_command_predicts_as_far_as_the_rates_reach(monkeypatch, tmp_path, capsy
     assert [(row["batch_size"], row["candidates"]) for row in rows] == [(b, k) for b in (1, 2) for k in (1, 2, 3)]
     assert [row["speedup"] is None for row in rows] == [False, False, True] * 2
     assert rows[0]["speedup"] == rows[0]["forwards_saved"] == rows[0]["verification_ratio"] == 1
-    # after the opening three are masked, and two candidates are read while two or more are: 1 + (1 + N(2)/2 + N(1)/2) rounds
+    # after the opening three are masked; two candidates are read while two or more are:
+    # 1 + (1 + N(2)/2 + N(1)/2) rounds
     assert rows[1]["forwards_saved"] == pytest.approx(4 / (1 + 1 + 0.5 * 1.5 + 0.5 * 1))
     assert [costs["layers_measured"] for costs in result["costs"]] == [1, 1]
     assert mrp(["bench", "shapes", *options, "--accepted", str(path)]) == 0
