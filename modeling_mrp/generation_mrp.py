@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from .block_state import BlockState
 from .cached_forwards import BACKBONE, HEAD, PREFILL
 from .decoding import Decoder
-from .inputs import check_inputs, check_mask, left_align
+from .inputs import check_inputs, check_mask, left_align, right_align
 from .options import OPTION_NAMES, DecodingOptions, nearest
 from .sampling import Sampler, row_keys
 
@@ -55,6 +55,10 @@ UNSUPPORTED = {
 class GenerationStats:
     """What decoding has cost and how many drafts were accepted, per row.
 
+    Everything equals what the row has alone, with one exception. Stopping criteria are asked about a column once every
+    running row has it, so a row that a criterion stops may have decoded on while its neighbours caught up. Its
+    forwards and drafts are those that it really took. Tokens are counted only if they are returned.
+
     Attributes:
         backbone_forwards: all forwards of the backbone that the row took part in, the prompt's included, [R].
         head_forwards: all forwards of the head, [R].
@@ -88,8 +92,8 @@ class MRPGenerateOutput(GenerateDecoderOnlyOutput):
         sequences: the prompts as they were given and the new tokens, with padding after a row's end, [R, P + new].
         scores: for each new token the processed scores at which it was revealed, [R, V]; with `output_scores=True`.
         reveal_steps: the denoising step of its block, from 0, at which each token was revealed, [R, P + new]; -1 in
-            the prompt and where nothing was revealed. After a row's end these are the steps of other tokens of its
-            last block.
+            the prompt and where nothing was revealed. Between a row's end and the end of its last block these are the
+            steps of tokens that are not returned; in later blocks they are -1.
         tokens_per_forward: new tokens per forward of the backbone, [R].
         stats: forwards and drafts of every row.
     """
@@ -102,10 +106,13 @@ class MRPGenerateOutput(GenerateDecoderOnlyOutput):
 class ColumnEmitter:
     """Passes columns of new tokens to the streamer and the stopping criteria, each once all running rows have it.
 
-    Rows progress unevenly, but streamers and criteria see the columns in order, as in token-by-token generation.
+    Rows progress unevenly, but streamers and criteria see the columns in order, as in token-by-token generation. A row
+    that has ended does not delay the others, and keeps its tokens until their columns are emitted.
 
     Args:
         input_ids: the prompts as they were given, [R, P].
+        left_padded: the same prompts with all padding on the left, [R, P]. Criteria see these, so that a stop string
+            may begin in the prompt whichever side the padding is on.
         max_new_tokens: the most new tokens per row.
         pad_token_id: id that follows a row's end.
         stopping_criteria: transformers' list of criteria; asked once per column.
@@ -116,13 +123,15 @@ class ColumnEmitter:
     def __init__(
         self,
         input_ids: torch.Tensor,
+        left_padded: torch.Tensor,
         max_new_tokens: int,
         pad_token_id: int,
         stopping_criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None,
         with_scores: bool,
     ) -> None:
-        self.sequences = input_ids
+        self.prompts = input_ids
+        self.seen_by_criteria = left_padded
         self.prompt_columns = input_ids.shape[1]
         self.max_new_tokens = max_new_tokens
         self.pad_token_id = pad_token_id
@@ -133,28 +142,41 @@ class ColumnEmitter:
         self.lengths = torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)  # new tokens per row
         self.draft_streamer = streamer if hasattr(streamer, "put_draft") else None
 
-    def __call__(self, state: BlockState):
+    @property
+    def sequences(self) -> torch.Tensor:
+        """The prompts as they were given and all columns emitted so far, [R, P + new]."""
+        return torch.cat([self.prompts, self.seen_by_criteria[:, self.prompt_columns :]], dim=1)
+
+    def __call__(self, state: BlockState) -> None:
         """Emit the columns that have become ready, and stop the rows that have finished."""
-        # columns before every running row's current block; rows that have ended do not delay the others
-        ready = int(torch.where(state.running, state.starts - state.prompt_lengths, self.max_new_tokens).min())
-        done = self.sequences.shape[1] - self.prompt_columns
-        while done < ready and self.unfinished.any():
+        done = self.seen_by_criteria.shape[1] - self.prompt_columns
+        while done < self._ready(state):
             self._emit(state, done)
             done += 1
         state.running = state.running & self.unfinished
         if self.draft_streamer is not None and state.running.any():
             self._show_draft(state, done)
 
+    def _ready(self, state: BlockState) -> int:
+        """Return how many columns can be emitted: those before the current block of every row that still decodes.
+
+        Each column may stop rows that the next one would have waited for, so this is asked after every column. Once
+        the last running row has been stopped, the columns of rows that ended earlier are still to come.
+        """
+        waiting = state.running & self.unfinished
+        ready = torch.where(waiting, state.starts - state.prompt_lengths, self.max_new_tokens).min()
+        return int(torch.where(self.unfinished.any(), ready, 0))
+
     def _emit(self, state: BlockState, column: int):
         at = (state.prompt_lengths + column).clamp(max=state.width - 1)[:, None]
         tokens = torch.where(self.unfinished, state.tokens.gather(1, at)[:, 0], self.pad_token_id)
-        self.sequences = torch.cat([self.sequences, tokens[:, None]], dim=1)
+        self.seen_by_criteria = torch.cat([self.seen_by_criteria, tokens[:, None]], dim=1)
         self.lengths += self.unfinished
         if self.scores is not None:
             self.scores += (state.scores[torch.arange(len(at), device=at.device), at[:, 0]],)
         if self.streamer is not None:
             self.streamer.put(tokens.cpu())
-        self.unfinished = self.unfinished & ~self.stopping_criteria(self.sequences, self.scores)
+        self.unfinished = self.unfinished & ~self.stopping_criteria(self.seen_by_criteria, self.scores)
 
     def _show_draft(self, state: BlockState, done: int):
         """Show the streamer all tokens after the emitted ones up to the current blocks' ends, masks included."""
@@ -163,7 +185,8 @@ class ColumnEmitter:
         index = (state.prompt_lengths[:, None] + torch.arange(done, width, device=ends.device)).clamp(
             max=state.width - 1
         )
-        self.draft_streamer.put_draft(state.tokens.gather(1, index).cpu())
+        drafts = torch.where(self.unfinished[:, None], state.tokens.gather(1, index), self.pad_token_id)
+        self.draft_streamer.put_draft(drafts.cpu())
 
 
 class MRPGenerationMixin(GenerationMixin):
@@ -273,7 +296,15 @@ class MRPGenerationMixin(GenerationMixin):
             with_entropy=options.step_rule.needs_entropy,
             with_scores=bool(generation_config.output_scores and generation_config.return_dict_in_generate),
         )
-        emitter = ColumnEmitter(ids, max_new_tokens, pad, stopping_criteria, streamer, sampler.with_scores)
+        emitter = ColumnEmitter(
+            ids,
+            right_align(prompts, lengths, pad),
+            max_new_tokens,
+            pad,
+            stopping_criteria,
+            streamer,
+            sampler.with_scores,
+        )
         with torch.no_grad(), _in_eval_mode(self):
             Decoder(self, state, options, sampler, pad).run(emitter)
         if streamer is not None:
@@ -333,11 +364,14 @@ def _split_processors(processors):
 
 
 def _reveal_steps(state: BlockState, emitter: ColumnEmitter) -> torch.Tensor:
-    """Return -1 for every column of the prompts, and then the reveal steps of the new tokens, [R, P + new]."""
-    new = emitter.sequences.shape[1] - emitter.prompt_columns
-    column = torch.arange(new, device=state.tokens.device)
-    at = state.prompt_lengths[:, None] + column
-    steps = state.reveal_steps.gather(1, at.clamp(max=state.width - 1)).masked_fill(at >= state.width, -1)
+    """Return the reveal steps of the new tokens, and -1 in the prompts and after the rows' last blocks, [R, P + new].
+
+    A row that a criterion stopped may have decoded later blocks while its neighbours caught up.
+    """
+    at = state.prompt_lengths[:, None] + torch.arange(int(emitter.lengths.max()), device=state.tokens.device)
+    last_block = (state.prompt_lengths + emitter.lengths - 1) // state.block_size
+    steps = state.reveal_steps.gather(1, at.clamp(max=state.width - 1))
+    steps = steps.masked_fill(at // state.block_size > last_block[:, None], -1)
     return torch.nn.functional.pad(steps, (emitter.prompt_columns, 0), value=-1)
 
 

@@ -122,3 +122,15 @@ def left_align(ids: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, to
     lengths = valid.sum(1)
     index = torch.arange(ids.shape[1], device=ids.device) + valid.long().argmax(1)[:, None]
     return ids.gather(1, index.clamp(max=ids.shape[1] - 1)), lengths
+
+
+def right_align(ids: torch.Tensor, lengths: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Move the tokens of every row to the right: the reverse of `left_align`, with all padding on the left, [R, P].
+
+    Args:
+        ids: token ids with all padding on the right, [R, P].
+        lengths: number of tokens per row, [R].
+        pad_token_id: id of the padding.
+    """
+    index = torch.arange(ids.shape[1], device=ids.device) - (ids.shape[1] - lengths[:, None])
+    return torch.where(index >= 0, ids.gather(1, index.clamp(min=0)), pad_token_id)
