@@ -1,5 +1,8 @@
 """Validating the inputs of `generate` and of `forward`, and removing the padding of prompts."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from transformers import PretrainedConfig
 
@@ -100,6 +103,33 @@ def check_forward_inputs(
     if revealed_ids.dim() != 3 or revealed_ids.shape[::2] != ids.shape or revealed_ids.shape[1] == 0:
         expected = (ids.shape[0], "K", ids.shape[1])
         raise ValueError(f"revealed_ids must be [rows, K, length] = {expected}, got {tuple(revealed_ids.shape)}")
+
+
+def check_unsupported(arguments: Mapping[str, Any]) -> None:
+    """Raise a TypeError that names the first argument that is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise TypeError(f"forward() does not take {name}: omit it, or pass None")
+
+
+def check_vocabulary(size: int, config: PretrainedConfig) -> None:
+    """Raise unless a vocabulary holds the special ids of a config.
+
+    Args:
+        size: number of embeddings.
+        config: the model's config.
+
+    Raises:
+        ValueError: for a mask, padding or end-of-text id without an embedding.
+    """
+    for name in ("mask_token_id", "pad_token_id", "eos_token_id"):
+        value = getattr(config, name)
+        for index in value if isinstance(value, (list, tuple)) else [value]:
+            if index is not None and index >= size:
+                raise ValueError(
+                    f"{size} token embeddings leave none for {name}={index}: keep at least {index + 1}, or change "
+                    f"{name} in the config first"
+                )
 
 
 def has_holes(mask: torch.Tensor) -> bool:
