@@ -1,7 +1,7 @@
 """Draw settings of tests/test_laws_property.py until the time is up, and print how many were drawn.
 
-    MRP_FUZZ_SECONDS=3600 python tests/fuzz_laws.py        an hour, which is the default
-    MRP_FUZZ_SEED=7 python tests/fuzz_laws.py              other settings
+    MRP_FUZZ_SECONDS=3600 python tests/fuzz_laws.py        run for an hour, which is the default
+    MRP_FUZZ_SEED=7 python tests/fuzz_laws.py              draw other settings than with seed 0
 
 The settings come in rounds of `EXAMPLES`, each with a seed of its own. The first round that fails ends the run, after
 hypothesis has reduced its setting to a small one and printed it.

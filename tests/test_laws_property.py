@@ -8,8 +8,8 @@ import torch
 import transformers
 from decoding_calls import batch
 from generation_calls import Recorder
-from hypothesis import HealthCheck, given, settings
-from law_settings import LETTERS, PAD, Setting, StopRows, generate_calls, letter_tokenizer
+from hypothesis import HealthCheck, example, given, settings
+from law_settings import LETTERS, PAD, Setting, StopRows, TinyModel, generate_calls, letter_tokenizer
 from plain_head_loop import direct, remask
 from plain_loop import plain_decode
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -186,5 +186,16 @@ def check_laws(setting: Setting):
 
 
 @given(generate_calls())
+@example(  # row 0 ends in its first block, and a criterion stops row 1 while the columns of row 0 wait for it
+    Setting(
+        model=TinyModel(vocab_size=5, mask_token_id=2, residual=False),
+        prompts=((0,), (0,) * 7),
+        mode={"mrp_mode": None},
+        rule={"remasking_strategy": "low_confidence_static", "denoising_steps": 1},
+        max_new_tokens=2,
+        sampling={"do_sample": True, "temperature": 1.0},
+        stop_tokens=(0,),
+    )
+)
 def test_the_laws_hold_for_any_model_and_any_call(setting):
     check_laws(setting)

@@ -76,7 +76,9 @@ class ChainDrafter:
             if logits is None:
                 logits = self.forwards.model.logits(hidden)  # [R, B, V]
             choice = self.sampler.read(logits, state.positions, state.steps + depth - 1, context)
-            reveal = self.rule(choice.confidence, choice.entropy, block == state.mask_token_id)
+            masked = block == state.mask_token_id
+            state.note_faults(masked & drafting[:, None], choice.confidence, choice.score, by_head=self.uses_head)
+            reveal = self.rule(choice.confidence, choice.entropy, masked)
             if self.threshold is not None:
                 lowest = choice.confidence.masked_fill(~reveal, torch.inf).amin(-1)
                 drafting = drafting & (lowest >= self.threshold)

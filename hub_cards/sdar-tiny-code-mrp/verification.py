@@ -85,6 +85,9 @@ class Verifier:
         if len(depth) > 1:
             unused = state.accepted.shape[1] - len(depth)
             state.accepted += torch.nn.functional.pad(confirmed & (depth > 0), (0, unused))
+        # a candidate that is not confirmed is a state that decoding does not visit
+        visited = (depth <= last[:, None]) & state.running[:, None]
+        state.note_faults(masked & visited[..., None], choice.confidence, choice.score)
         if choice.scores is not None:
             self._write_scores(state, candidates, following, choice.scores, last)
         # a token that is masked in the first j confirmed candidates is revealed by the j-th of the steps on them
