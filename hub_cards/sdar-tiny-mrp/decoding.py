@@ -24,9 +24,10 @@ The other modes read the current block alone. `direct` and `remask` let the head
 
 Host synchronisations. The host waits for the device where a shape, or whether a forward runs, depends on the tokens:
 
-    every round      `BlockState.synchronise`: one transfer of six numbers
-                     `on_progress` of `generate`: how many columns have been finished since the last round, and for
-                     each of them whether any row goes on after the stopping criteria
+    every round      `BlockState.synchronise`: one transfer of six numbers; one of them tells whether any scores that
+                     were read allow no choice (`BlockState.note_faults`), which ends the call with an error
+                     `on_progress` of `generate`: whether another column of new tokens can be emitted, once and again
+                     after each column, because the stopping criteria may have ended rows
     spec             whether any row still drafts, once per draft, before the next head step
     direct           whether any row is still unsettled, once per head step
     remask           how many reveals the head has to judge, once per round
@@ -121,10 +122,10 @@ class Decoder:
             self.state.running = everything.running[rows]
             self.state.synchronise()
             if self.state.fault is not None:
-                raise ValueError(self.describe(self.state.fault, rows))
+                raise ValueError(self.fault_message(self.state.fault, rows))
             rows = rows[self.drop_ended_rows()]
 
-    def describe(self, fault: Fault, rows: torch.Tensor) -> str:
+    def fault_message(self, fault: Fault, rows: torch.Tensor) -> str:
         """Return the error message for a fault; `rows` [n] are the batch's indices of the state's rows."""
         place = f"row {int(rows[fault.row])}, position {fault.position} (without padding)"
         at = f"{place}, mrp_mode={self.options.mrp_mode!r}"
