@@ -1,5 +1,8 @@
 """Validating the inputs of `generate` and of `forward`, and removing the padding of prompts."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from transformers import PretrainedConfig
 
@@ -102,6 +105,33 @@ def check_forward_inputs(
         raise ValueError(f"revealed_ids must be [rows, K, length] = {expected}, got {tuple(revealed_ids.shape)}")
 
 
+def check_unsupported(arguments: Mapping[str, Any]) -> None:
+    """Raise a TypeError that names the first argument that is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise TypeError(f"forward() does not take {name}: omit it, or pass None")
+
+
+def check_vocabulary(size: int, config: PretrainedConfig) -> None:
+    """Raise unless a vocabulary holds the special ids of a config.
+
+    Args:
+        size: number of embeddings.
+        config: the model's config.
+
+    Raises:
+        ValueError: for a mask, padding or end-of-text id without an embedding.
+    """
+    for name in ("mask_token_id", "pad_token_id", "eos_token_id"):
+        value = getattr(config, name)
+        for index in value if isinstance(value, (list, tuple)) else [value]:
+            if index is not None and index >= size:
+                raise ValueError(
+                    f"{size} token embeddings leave none for {name}={index}: keep at least {index + 1}, or change "
+                    f"{name} in the config first"
+                )
+
+
 def has_holes(mask: torch.Tensor) -> bool:
     """Return whether any row of a mask [R, P] has zeros between its ones."""
     valid = mask.bool()
@@ -122,3 +152,15 @@ def left_align(ids: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, to
     lengths = valid.sum(1)
     index = torch.arange(ids.shape[1], device=ids.device) + valid.long().argmax(1)[:, None]
     return ids.gather(1, index.clamp(max=ids.shape[1] - 1)), lengths
+
+
+def right_align(ids: torch.Tensor, lengths: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Move the tokens of every row to the right: the reverse of `left_align`, with all padding on the left, [R, P].
+
+    Args:
+        ids: token ids with all padding on the right, [R, P].
+        lengths: number of tokens per row, [R].
+        pad_token_id: id of the padding.
+    """
+    index = torch.arange(ids.shape[1], device=ids.device) - (ids.shape[1] - lengths[:, None])
+    return torch.where(index >= 0, ids.gather(1, index.clamp(min=0)), pad_token_id)

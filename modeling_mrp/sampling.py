@@ -28,12 +28,15 @@ class TokenChoice(NamedTuple):
         entropy: entropy of that softmax in nats, float32 [..., B]; None unless asked for.
         scores: processed scores that the token was chosen from, without noise, float32 [..., B, V]; None unless asked
             for.
+        score: the chosen token's entry in them, float32 [..., B]: NaN where any of them is NaN, and minus infinity
+            where processors have left no token.
     """
 
     token: torch.Tensor
     confidence: torch.Tensor
     entropy: torch.Tensor | None
     scores: torch.Tensor | None
+    score: torch.Tensor
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -149,9 +152,9 @@ class Sampler:
         """
         log_probs, scores = self._distributions(logits, context)
         token = self.with_noise(scores, positions, steps).argmax(-1)
-        confidence = log_probs.gather(-1, token[..., None])[..., 0].exp()
+        score, confidence = (values.gather(-1, token[..., None])[..., 0] for values in (scores, log_probs))
         entropy = torch.special.entr(log_probs.exp()).sum(-1) if self.with_entropy else None
-        return TokenChoice(token, confidence, entropy, scores if self.with_scores else None)
+        return TokenChoice(token, confidence.exp(), entropy, scores if self.with_scores else None, score)
 
     def with_noise(
         self, scores: torch.Tensor, positions: torch.Tensor | None, steps: torch.Tensor | None

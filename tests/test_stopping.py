@@ -4,9 +4,9 @@ import time
 
 import pytest
 import torch
-from generation_calls import PROMPT, drafting_model, every_mode, generate, left_padded_prompts
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import MaxTimeCriteria, PreTrainedTokenizerFast, StoppingCriteria
+from generation_calls import PROMPT, Recorder, drafting_model, every_mode, generate, left_padded_prompts
+from law_settings import letter_tokenizer
+from transformers import MaxTimeCriteria, StoppingCriteria
 
 
 @pytest.fixture
@@ -50,19 +50,98 @@ def test_stopping_criteria_see_every_column_and_end_rows_one_by_one(model, batch
     assert (stats.tokens_by_backbone + stats.tokens_by_head).tolist() == [3, 11, 6]
 
 
-def letter_tokenizer():
-    """Token i is the i-th letter of the alphabet."""
-    letters = {chr(ord("a") + index): index for index in range(20)}
-    tokenizer = Tokenizer(models.BPE(letters, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+def new_tokens(output, row):
+    """The new tokens of a row, without the padding after its end."""
+    length = int(output.stats.lengths[row])
+    return output.sequences[row, -int(output.stats.lengths.max()) :][:length].tolist()
+
+
+def row_alone(batch, row):
+    return {"input_ids": batch["input_ids"][row][batch["attention_mask"][row].bool()][None]}
+
+
+SLOW = 60  # a token that marks the slow row of a batch
+
+
+def hurry_all_but_the_slow_row(context, scores):
+    """A processor: certain scores, all revealed in one step, except in the row whose prompt holds `SLOW`."""
+    slow = (context == SLOW).any(1, keepdim=True)
+    return torch.where(slow, scores * 0.1, scores * 100).index_fill(1, torch.tensor(SLOW), -torch.inf)
+
+
+@every_mode
+@pytest.mark.parametrize("count", [1, 6, 8])
+def test_rows_that_ended_keep_their_tokens_when_a_criterion_stops_the_last_row(model, batch, mode, count):
+    """Rows 0 and 2 reach the limit of 20 tokens while row 1 is in its first block, and their columns wait for it.
+
+    Once a criterion had stopped row 1, they returned only as many tokens as row 1.
+    """
+    batch["input_ids"][batch["input_ids"] == SLOW] = SLOW - 1
+    batch["input_ids"][1, -1] = SLOW
+    options = {"remasking_strategy": "low_confidence_dynamic", "confidence_threshold": 0.9, "pad_token_id": 0}
+    options |= {"logits_processor": [hurry_all_but_the_slow_row], "output_scores": True} | mode
+    criterion, streamer = StopAt([99, 12 + count, 99]), Recorder()
+    output = generate(model, batch, stopping_criteria=[criterion], streamer=streamer, **options)
+    for row in range(3):
+        alone = generate(model, row_alone(batch, row), **options)
+        length = count if row == 1 else 20
+        assert new_tokens(output, row) == new_tokens(alone, 0)[:length]
+        assert torch.equal(output.reveal_steps[row, 12:][:length], alone.reveal_steps[0, -20:][:length])
+        for at in range(length):
+            torch.testing.assert_close(output.scores[at][row], alone.scores[at][0], atol=1e-3, rtol=1e-5)
+        if row != 1:
+            assert all(value[row].equal(vars(alone.stats)[name][0]) for name, value in vars(output.stats).items())
+    assert criterion.seen == list(range(13, 33))
+    assert torch.equal(torch.stack(streamer.values("put")[1:], dim=1), output.sequences[:, 12:])
+
+
+@pytest.mark.parametrize("mode", [None, "spec"])
+def test_a_stop_string_may_begin_in_the_prompt_on_either_side_of_padding(tiny_model, mode):
+    """With padding on the right, criteria once saw the padding between a prompt and its first new token."""
+    model, tokenizer = tiny_model(vocab_size=20), letter_tokenizer(20)
+    first = model.generate(PROMPT, max_new_tokens=1, eos_token_id=None)[0, -1].item()
+    stop = tokenizer.decode([7, first])
+    for ids, mask in (([0, 0, 5, 6, 7], [0, 0, 1, 1, 1]), ([5, 6, 7, 0, 0], [1, 1, 1, 0, 0])):
+        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.tensor([mask])}
+        output = generate(model, inputs, mrp_mode=mode, stop_strings=stop, tokenizer=tokenizer)
+        assert output.sequences.tolist() == [[*ids, first]]
+
+
+# -- what a row costs that a criterion stops
+
+
+@every_mode
+def test_a_stopped_row_costs_what_it_costs_alone_unless_its_neighbours_are_behind(model, batch, mode):
+    """Criteria are asked about a column once every running row has it. Copies of a row are never behind one another.
+
+    A row that waits for its neighbours decodes on, and its forwards and drafts are those that it really took; all
+    that is returned, and the tokens by who chose them, are those of the row alone.
+    """
+    costs = ("backbone_forwards", "head_forwards", "drafts_proposed", "drafts_accepted")
+    beside_copies, beside_others = [], []
+    for row, count in enumerate((3, 11, 6)):
+        inputs = row_alone(batch, row)
+        width = inputs["input_ids"].shape[1]
+        alone = generate(model, inputs, stopping_criteria=[StopAt([width + count])], **mode).stats
+        copies = {"input_ids": inputs["input_ids"].expand(3, -1)}
+        together = generate(model, copies, stopping_criteria=[StopAt([width + count] * 3)], **mode).stats
+        for name, value in vars(alone).items():
+            assert vars(together)[name].tolist() == value.tolist() * 3, name
+        beside_copies.append(alone)
+    stats = generate(model, batch, stopping_criteria=[StopAt([15, 23, 18])], pad_token_id=0, **mode).stats
+    for row, alone in enumerate(beside_copies):
+        for name, value in vars(alone).items():
+            own = vars(stats)[name][row]
+            assert (own >= value[0]).all() if name in costs else own.equal(value[0]), name
+        beside_others.append(int(stats.backbone_forwards[row] - alone.backbone_forwards[0]))
+    assert max(beside_others) > 0  # at least one row has waited
 
 
 @pytest.mark.parametrize("mode", [None, "spec"])
 @pytest.mark.parametrize("at", [0, 3, 4, 9, 17])
 def test_a_stop_string_ends_the_row_after_its_last_token(tiny_model, mode, at):
     """A stop string over two tokens, wherever it lies in a block or across a border."""
-    model, tokenizer = tiny_model(vocab_size=20), letter_tokenizer()
+    model, tokenizer = tiny_model(vocab_size=20), letter_tokenizer(20)
     free = model.generate(PROMPT, max_new_tokens=24, eos_token_id=None)[0, 3:].tolist()
     text = tokenizer.decode(free)
     stop = text[at : at + 2]

@@ -12,7 +12,7 @@ from generation_calls import (
     generate,
     left_padded_prompts,
 )
-from transformers import TextStreamer
+from transformers import StoppingCriteria, TextStreamer
 
 
 @pytest.fixture
@@ -76,3 +76,20 @@ def test_diffusion_streamer_of_transformers_shows_drafts(model, word_tokenizer, 
     model.generate(PROMPT, max_new_tokens=10, eos_token_id=None, streamer=streamer)
     shown = capsys.readouterr().out
     assert "[MASK]" in shown and "\033[J" in shown  # drafts, and their removal
+
+
+def test_drafts_show_padding_in_rows_that_a_criterion_has_stopped(model, batch):
+    """A stopped row may have decoded on while its neighbours caught up; what it holds is not part of the output."""
+
+    class StopFirstRow(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.tensor([True, False, False])
+
+    streamer = DraftRecorder()
+    options = {"eos_token_id": None, "pad_token_id": 0, "stopping_criteria": [StopFirstRow()]}
+    generate(model, batch, streamer=streamer, **options)
+    kinds = [kind for kind, _ in streamer.events]
+    stopped = kinds.index("put", 1)  # the first put after that of the prompts is the first column
+    drafts = [value for kind, value in streamer.events[stopped:] if kind == "draft"]
+    assert len(drafts) > 3
+    assert all(draft[0].eq(0).all() and not draft[1:].eq(0).all() for draft in drafts)

@@ -2,8 +2,27 @@
 
 import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+
+NO_FAULT = torch.iinfo(torch.long).max
+
+
+class Fault(NamedTuple):
+    """Why a row cannot go on: the scores at one of its positions allow no choice.
+
+    Attributes:
+        row: index of the row in the state.
+        position: position of the token.
+        by_head: whether the scores are the head's (otherwise the backbone's).
+        no_token: whether no token is left; otherwise the scores are NaN or infinite.
+    """
+
+    row: int
+    position: int
+    by_head: bool
+    no_token: bool
 
 
 class BlockState:
@@ -60,6 +79,7 @@ class BlockState:
         self.steps = torch.zeros_like(prompt_lengths)  # denoising steps done in the current block, [R]
         self.opening = torch.ones(rows, dtype=torch.bool, device=device)  # no forward has read the current block, [R]
         self.running = torch.ones(rows, dtype=torch.bool, device=device)  # the row has not ended, [R]
+        self.faults = torch.full_like(prompt_lengths, NO_FAULT)  # see `note_faults`, [R]
         self.hidden = None  # backbone's hidden states of the current block before its last step, [R, B, H]
 
         # what `generate` returns
@@ -79,6 +99,7 @@ class BlockState:
         mapped.starts, mapped.positions = function(self.starts), function(self.positions)
         mapped.pending, mapped.steps = function(self.pending), function(self.steps)
         mapped.opening, mapped.running = function(self.opening), function(self.running)
+        mapped.faults = function(self.faults)
         mapped.hidden = None if self.hidden is None else function(self.hidden)
         mapped.scores = None if self.scores is None else function(self.scores)
         mapped.forwards, mapped.revealed_by_head = function(self.forwards), function(self.revealed_by_head)
@@ -130,6 +151,7 @@ class BlockState:
                 (self.starts - self.pending * self.block_size).max(),
                 next_lengths.max(),
                 self.starts.max(),
+                self.faults.min(),
             ]
         )
         (
@@ -139,6 +161,7 @@ class BlockState:
             self.longest_cached,
             self.next_longest,
             self.longest_start,
+            self.least_fault,
         ) = scalars.tolist()
 
     @property
@@ -180,6 +203,39 @@ class BlockState:
             self.scores = scores.new_zeros(*self.tokens.shape, scores.shape[-1])
         row, column = where.nonzero(as_tuple=True)
         self.scores[row, self.starts[row] + column] = scores[row, column]
+
+    def note_faults(
+        self,
+        where: torch.Tensor,
+        confidence: torch.Tensor,
+        score: torch.Tensor | None = None,
+        by_head: bool = False,
+    ) -> None:
+        """Note where scores that are read allow no choice. The row stays at its block; `fault` tells what was noted.
+
+        Nothing is copied to the host here: the next `synchronise` fetches whether there is a fault.
+
+        Args:
+            where: positions of the current block whose scores are read, boolean [R, ..., B].
+            confidence: probability, or another finite number computed from the scores, at each position, [R, ..., B].
+            score: score of the token chosen there, minus infinity where no token is left, [R, ..., B].
+            by_head: whether the scores are the head's (otherwise the backbone's).
+        """
+        usable = confidence.isfinite()
+        code = self._expand(self.positions * 4 + 2 * by_head, where)
+        if score is not None:
+            usable = usable & (score > -torch.inf)
+            code = code + (score == -torch.inf)
+        noted = torch.where(where & ~usable, code, NO_FAULT).flatten(1).amin(1)
+        self.faults = torch.minimum(self.faults, noted)
+
+    @property
+    def fault(self) -> Fault | None:
+        """The first fault of all rows that `synchronise` has seen."""
+        if self.least_fault == NO_FAULT:
+            return None
+        position, kind = divmod(self.least_fault, 4)
+        return Fault(int(self.faults.argmin()), position, bool(kind & 2), bool(kind & 1))
 
     def settled(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return whether a block needs no further step: nothing that will be returned is masked any more.
@@ -224,7 +280,7 @@ class BlockState:
         A completed block becomes pending: its keys and values are computed in the next forward, beside the next block.
         """
         block = self.block
-        settled = self.settled(block) & self.running
+        settled = self.settled(block) & self.running & (self.faults == NO_FAULT)
         ended = settled & ~self.continues_after(block)
         moved = settled & ~ended
         self.running = self.running & ~ended

@@ -24,9 +24,10 @@ The other modes read the current block alone. `direct` and `remask` let the head
 
 Host synchronisations. The host waits for the device where a shape, or whether a forward runs, depends on the tokens:
 
-    every round      `BlockState.synchronise`: one transfer of five numbers
-                     `on_progress` of `generate`: how many columns have been finished since the last round, and for
-                     each of them whether any row goes on after the stopping criteria
+    every round      `BlockState.synchronise`: one transfer of six numbers; one of them tells whether any scores that
+                     were read allow no choice (`BlockState.note_faults`), which ends the call with an error
+                     `on_progress` of `generate`: whether another column of new tokens can be emitted, once and again
+                     after each column, because the stopping criteria may have ended rows
     spec             whether any row still drafts, once per draft, before the next head step
                      where an opening state was read (see drafting.py): whether any row crosses the block border
     direct           whether any row is still unsettled, once per head step
@@ -43,7 +44,7 @@ from collections.abc import Callable
 import torch
 
 from .block_cache import BlockCache
-from .block_state import BlockState
+from .block_state import BlockState, Fault
 from .cached_forwards import CachedForwards, Candidates
 from .drafting import ChainDrafter, current_states, with_shadow
 from .options import DecodingOptions
@@ -106,6 +107,10 @@ class Decoder:
 
         Args:
             on_progress: is called with the state of all rows after every round, and may stop rows.
+
+        Raises:
+            ValueError: when the scores at a position allow no choice, because they are not finite or processors have
+                left no token.
         """
         everything, rows = self.state, torch.arange(len(self.state.tokens), device=self.state.tokens.device)
         while self.state.running_rows:
@@ -117,8 +122,25 @@ class Decoder:
             on_progress(everything)
             self.state.running = everything.running[rows]
             self.state.synchronise()
+            if self.state.fault is not None:
+                raise ValueError(self.fault_message(self.state.fault, rows))
             rows = rows[self.drop_ended_rows()]
             self.cache.longest = self.state.longest_cached
+
+    def fault_message(self, fault: Fault, rows: torch.Tensor) -> str:
+        """Return the error message for a fault; `rows` [n] are the batch's indices of the state's rows."""
+        place = f"row {int(rows[fault.row])}, position {fault.position} (without padding)"
+        at = f"{place}, mrp_mode={self.options.mrp_mode!r}"
+        processors = [*self.sampler.shaping, *self.sampler.truncation]
+        names = ", ".join(getattr(processor, "__name__", type(processor).__name__) for processor in processors)
+        if fault.no_token:
+            return f"no token is left to choose at {at}: the logits processors ({names}) forbid every token; allow one"
+        source = "head" if fault.by_head else "backbone"
+        after = f" after the logits processors ({names})" if names else ""
+        return (
+            f"the {source}'s scores{after} are NaN or infinite at {at}: check the weights"
+            f"{' and the processors' if names else ''} for such numbers, or use a dtype of wider range"
+        )
 
     def drop_ended_rows(self) -> torch.Tensor | slice:
         """Once many rows have ended, continue without them; return the indices [n] of the rows that remain."""
@@ -171,6 +193,7 @@ class Decoder:
         hidden, shadow_hidden = both.split(1, dim=1)  # [R, 1, B, H] each
         step = self.step_on_last_confirmed(candidates, hidden, context)
         again = self.sampler.confidence_of(self.model.logits(shadow_hidden[:, 0]), step.before, context)
+        self.state.note_faults(self.state.revocable & self.state.running[:, None], again)
         after = revoke_doubted_tokens(self.state, step, again, self.options.keep_threshold)
         steps = step.reveal_steps.masked_fill(after == self.state.mask_token_id, -1)
         self.take(step, after, steps)
@@ -215,9 +238,10 @@ class Decoder:
             return
         self.forwards.commit_candidates(self.state, opened.rows, step.last, step.before, hidden[row, step.last])
         self.state.advance()
-        if opened.scores is not None:
-            revealed = opened.after != self.state.mask_token_id
-            self.state.write_scores(opened.scores, revealed & opened.rows[:, None])
+        read = opened.rows[:, None].expand_as(opened.after)  # every position of the opening state is masked
+        self.state.note_faults(read, opened.choice.confidence, opened.choice.score)
+        if opened.choice.scores is not None:
+            self.state.write_scores(opened.choice.scores, read & (opened.after != self.state.mask_token_id))
         self.state.open_next(opened.rows, opened.after, hidden[row, opened.at])
 
     def step_from_corrected_logits(self, context: torch.Tensor | None) -> None:
@@ -232,7 +256,9 @@ class Decoder:
             placement = self.forwards.place_states(state, stepping[:, None]) if placement is None else placement
             hidden = self.forwards.head(state, block[:, None], hidden[:, None], stepping[:, None], placement)[:, 0]
             choice = self.sampler.read(self.model.logits(hidden), state.positions, state.steps, context)
-            reveal = self.options.step_rule(choice.confidence, choice.entropy, block == state.mask_token_id)
+            masked = block == state.mask_token_id
+            state.note_faults(masked & stepping[:, None], choice.confidence, choice.score, by_head=True)
+            reveal = self.options.step_rule(choice.confidence, choice.entropy, masked)
             if choice.scores is not None:
                 state.write_scores(choice.scores, reveal & stepping[:, None])
             after = torch.where(reveal, choice.token, block)

@@ -113,7 +113,9 @@ class ChainDrafter:
     def _next_draft(self, state, block, drafting, logits, depth, context):
         """Take a step on estimated logits [R, B, V]; return the states [R, B] and the rows that dare the step [R]."""
         choice = self.sampler.read(logits, state.positions, state.steps + depth - 1, context)
-        reveal = self.rule(choice.confidence, choice.entropy, block == state.mask_token_id)
+        masked = block == state.mask_token_id
+        state.note_faults(masked & drafting[:, None], choice.confidence, choice.score, by_head=self.uses_head)
+        reveal = self.rule(choice.confidence, choice.entropy, masked)
         if self.threshold is not None:
             lowest = choice.confidence.masked_fill(~reveal, torch.inf).amin(-1)
             drafting = drafting & (lowest >= self.threshold)

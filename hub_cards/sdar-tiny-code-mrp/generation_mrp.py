@@ -2,22 +2,18 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from threading import Lock
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers.generation import (
-    GenerateDecoderOnlyOutput,
-    GenerationConfig,
-    GenerationMixin,
-    StoppingCriteriaList,
-    logits_process,
-)
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, GenerationMixin, logits_process
 
 from .block_state import BlockState
 from .cached_forwards import BACKBONE, HEAD, PREFILL
+from .column_emitter import ColumnEmitter
 from .decoding import Decoder
-from .inputs import check_inputs, check_mask, left_align
+from .inputs import check_inputs, check_mask, left_align, right_align
 from .options import OPTION_NAMES, DecodingOptions, nearest
 from .sampling import Sampler, row_keys
 
@@ -55,6 +51,10 @@ UNSUPPORTED = {
 class GenerationStats:
     """What decoding has cost and how many drafts were accepted, per row.
 
+    Everything equals what the row has alone, with one exception. Stopping criteria are asked about a column once every
+    running row has it, so a row that a criterion stops may have decoded on while its neighbours caught up. Its
+    forwards and drafts are those that it really took. Tokens are counted only if they are returned.
+
     Attributes:
         backbone_forwards: all forwards of the backbone that the row took part in, the prompt's included, [R].
         head_forwards: all forwards of the head, [R].
@@ -88,8 +88,8 @@ class MRPGenerateOutput(GenerateDecoderOnlyOutput):
         sequences: the prompts as they were given and the new tokens, with padding after a row's end, [R, P + new].
         scores: for each new token the processed scores at which it was revealed, [R, V]; with `output_scores=True`.
         reveal_steps: the denoising step of its block, from 0, at which each token was revealed, [R, P + new]; -1 in
-            the prompt and where nothing was revealed. After a row's end these are the steps of other tokens of its
-            last block.
+            the prompt and where nothing was revealed. Between a row's end and the end of its last block these are the
+            steps of tokens that are not returned; in later blocks they are -1.
         tokens_per_forward: new tokens per forward of the backbone, [R].
         stats: forwards and drafts of every row.
     """
@@ -97,73 +97,6 @@ class MRPGenerateOutput(GenerateDecoderOnlyOutput):
     reveal_steps: torch.Tensor | None = None
     tokens_per_forward: torch.Tensor | None = None
     stats: GenerationStats | None = None
-
-
-class ColumnEmitter:
-    """Passes columns of new tokens to the streamer and the stopping criteria, each once all running rows have it.
-
-    Rows progress unevenly, but streamers and criteria see the columns in order, as in token-by-token generation.
-
-    Args:
-        input_ids: the prompts as they were given, [R, P].
-        max_new_tokens: the most new tokens per row.
-        pad_token_id: id that follows a row's end.
-        stopping_criteria: transformers' list of criteria; asked once per column.
-        streamer: a streamer of transformers, or None. If it has `put_draft`, it also sees the blocks in progress.
-        with_scores: whether to collect scores.
-    """
-
-    def __init__(
-        self,
-        input_ids: torch.Tensor,
-        max_new_tokens: int,
-        pad_token_id: int,
-        stopping_criteria: StoppingCriteriaList,
-        streamer: BaseStreamer | None,
-        with_scores: bool,
-    ) -> None:
-        self.sequences = input_ids
-        self.prompt_columns = input_ids.shape[1]
-        self.max_new_tokens = max_new_tokens
-        self.pad_token_id = pad_token_id
-        self.stopping_criteria = stopping_criteria
-        self.streamer = streamer
-        self.scores = () if with_scores else None
-        self.unfinished = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        self.lengths = torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)  # new tokens per row
-        self.draft_streamer = streamer if hasattr(streamer, "put_draft") else None
-
-    def __call__(self, state: BlockState):
-        """Emit the columns that have become ready, and stop the rows that have finished."""
-        # columns before every running row's current block; rows that have ended do not delay the others
-        ready = int(torch.where(state.running, state.starts - state.prompt_lengths, self.max_new_tokens).min())
-        done = self.sequences.shape[1] - self.prompt_columns
-        while done < ready and self.unfinished.any():
-            self._emit(state, done)
-            done += 1
-        state.running = state.running & self.unfinished
-        if self.draft_streamer is not None and state.running.any():
-            self._show_draft(state, done)
-
-    def _emit(self, state: BlockState, column: int):
-        at = (state.prompt_lengths + column).clamp(max=state.width - 1)[:, None]
-        tokens = torch.where(self.unfinished, state.tokens.gather(1, at)[:, 0], self.pad_token_id)
-        self.sequences = torch.cat([self.sequences, tokens[:, None]], dim=1)
-        self.lengths += self.unfinished
-        if self.scores is not None:
-            self.scores += (state.scores[torch.arange(len(at), device=at.device), at[:, 0]],)
-        if self.streamer is not None:
-            self.streamer.put(tokens.cpu())
-        self.unfinished = self.unfinished & ~self.stopping_criteria(self.sequences, self.scores)
-
-    def _show_draft(self, state: BlockState, done: int):
-        """Show the streamer all tokens after the emitted ones up to the current blocks' ends, masks included."""
-        ends = (state.starts + state.block_size).clamp(max=int(state.limits.max()))
-        width = int((ends - state.prompt_lengths).max())
-        index = (state.prompt_lengths[:, None] + torch.arange(done, width, device=ends.device)).clamp(
-            max=state.width - 1
-        )
-        self.draft_streamer.put_draft(state.tokens.gather(1, index).cpu())
 
 
 class MRPGenerationMixin(GenerationMixin):
@@ -192,7 +125,7 @@ class MRPGenerationMixin(GenerationMixin):
 
         Raises:
             ValueError: for an unknown option, a value out of range, an option that has no meaning in block diffusion,
-                or prompts that are not [rows, tokens] of known ids.
+                prompts that are not [rows, tokens] of known ids, or scores that are not finite or leave no token.
         """
         for name in ("prefix_allowed_tokens_fn", "assistant_model", "negative_prompt_ids", "custom_generate"):
             if kwargs.get(name) is not None:
@@ -226,6 +159,15 @@ class MRPGenerationMixin(GenerationMixin):
         values = {name: stored[name] for name in OPTION_NAMES if name in stored}
         generation_config.decoding_options = DecodingOptions.resolve(values | ours, self.config)
         return generation_config, model_kwargs
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise: continuous batching decodes from left to right, one token per forward."""
+        raise NotImplementedError(
+            "continuous batching (generate_batch, init_continuous_batching) decodes from left to right, which block "
+            "diffusion does not: call generate with a padded batch, whose rows progress independently"
+        )
+
+    init_continuous_batching = continuous_batching_context_manager = generate_batch
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any):
         """Prepare no cache: the decoder makes its own."""
@@ -274,7 +216,15 @@ class MRPGenerationMixin(GenerationMixin):
             with_scores=bool(generation_config.output_scores and generation_config.return_dict_in_generate),
             reads_context=any(type(processor).__name__ not in ORDER_FREE for processor in logits_processor),
         )
-        emitter = ColumnEmitter(ids, max_new_tokens, pad, stopping_criteria, streamer, sampler.with_scores)
+        emitter = ColumnEmitter(
+            ids,
+            right_align(prompts, lengths, pad),
+            max_new_tokens,
+            pad,
+            stopping_criteria,
+            streamer,
+            sampler.with_scores,
+        )
         with torch.no_grad(), _in_eval_mode(self):
             Decoder(self, state, options, sampler, pad).run(emitter)
         if streamer is not None:
@@ -297,19 +247,33 @@ class MRPGenerationMixin(GenerationMixin):
         return row_keys(prompts, index < lengths[:, None])
 
 
+# models that are generating, with the number of their calls and every module's own mode from before the first
+_generating: WeakKeyDictionary[torch.nn.Module, tuple[int, list[tuple[torch.nn.Module, bool]]]] = WeakKeyDictionary()
+_generating_lock = Lock()
+
+
 @contextmanager
 def _in_eval_mode(model):
     """Set eval mode for a while, then restore every module's own mode.
 
-    Training mode would apply dropout, and gradient checkpointing would pass no cache to the layers.
+    Training mode would apply dropout, and gradient checkpointing would pass no cache to the layers. Several threads
+    may generate at once: the first call sets eval mode, and the last one to end restores the modes.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    with _generating_lock:
+        calls, modes = _generating.get(model) or (0, [(module, module.training) for module in model.modules()])
+        _generating[model] = calls + 1, modes
+        if calls == 0:
+            model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        with _generating_lock:
+            calls, modes = _generating.pop(model)
+            if calls > 1:
+                _generating[model] = calls - 1, modes
+            else:
+                for module, training in modes:
+                    module.training = training
 
 
 def _split_processors(processors):
@@ -334,11 +298,14 @@ def _split_processors(processors):
 
 
 def _reveal_steps(state: BlockState, emitter: ColumnEmitter) -> torch.Tensor:
-    """Return -1 for every column of the prompts, and then the reveal steps of the new tokens, [R, P + new]."""
-    new = emitter.sequences.shape[1] - emitter.prompt_columns
-    column = torch.arange(new, device=state.tokens.device)
-    at = state.prompt_lengths[:, None] + column
-    steps = state.reveal_steps.gather(1, at.clamp(max=state.width - 1)).masked_fill(at >= state.width, -1)
+    """Return the reveal steps of the new tokens, and -1 in the prompts and after the rows' last blocks, [R, P + new].
+
+    A row that a criterion stopped may have decoded later blocks while its neighbours caught up.
+    """
+    at = state.prompt_lengths[:, None] + torch.arange(int(emitter.lengths.max()), device=state.tokens.device)
+    last_block = (state.prompt_lengths + emitter.lengths - 1) // state.block_size
+    steps = state.reveal_steps.gather(1, at.clamp(max=state.width - 1))
+    steps = steps.masked_fill(at // state.block_size > last_block[:, None], -1)
     return torch.nn.functional.pad(steps, (emitter.prompt_columns, 0), value=-1)
 
 

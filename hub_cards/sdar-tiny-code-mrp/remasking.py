@@ -25,11 +25,13 @@ class HeadRemasker:
         self.forwards = forwards
         self.sampler = sampler
         self.threshold = options.keep_threshold
-        self.kept = {
-            "leave_one_out": self._kept_when_left_out,
-            "confidence": self._kept_by_confidence,
-            "residual": self._kept_by_residual,
+        self.criterion = {
+            "leave_one_out": self._confidence_when_left_out,
+            "confidence": self._confidence,
+            "residual": self._residual,
         }[options.remask_criterion]
+        # keep a token whose confidence is high, or whose residual is small
+        self.keeps = torch.le if options.remask_criterion == "residual" else torch.ge
 
     def remask(self, state: BlockState, step: BackboneStep, context: torch.Tensor | None) -> torch.Tensor:
         """Return the block after a step without the reveals that the head doubts, [R, B].
@@ -45,24 +47,26 @@ class HeadRemasker:
         most = int(asked.sum(1).max())
         if not most:
             return step.after
-        return torch.where(asked & ~self.kept(state, step, asked, most, context), state.mask_token_id, step.after)
+        value = self.criterion(state, step, asked, most, context)
+        state.note_faults(asked, value, by_head=True)
+        return torch.where(asked & ~self.keeps(value, self.threshold), state.mask_token_id, step.after)
 
-    def _kept_by_residual(self, state, step, asked, most, context) -> torch.Tensor:
-        """Keep a token whose corrected minus backbone logit on the state before the step is small, [R, B]."""
+    def _residual(self, state, step, asked, most, context) -> torch.Tensor:
+        """How far the corrected logit of each token is from the backbone's on the state before the step, [R, B]."""
         hidden, live = state.hidden[:, None], asked.any(1)[:, None]
         residual = self.forwards.head(state, step.before[:, None], hidden, live)[:, 0] - state.hidden
         logits = self.forwards.model.logits(residual).float()
-        return logits.gather(-1, step.after[..., None])[..., 0].abs() <= self.threshold
+        return logits.gather(-1, step.after[..., None])[..., 0].abs()
 
-    def _kept_by_confidence(self, state, step, asked, most, context) -> torch.Tensor:
-        """Keep a token whose corrected confidence on the state after the step is high, [R, B]."""
+    def _confidence(self, state, step, asked, most, context) -> torch.Tensor:
+        """The corrected confidence of each token on the state after the step, [R, B]."""
         hidden, live = state.hidden[:, None], asked.any(1)[:, None]
         corrected = self.forwards.head(state, step.after[:, None], hidden, live)[:, 0]
         logits = self.forwards.model.logits(corrected)
-        return self.sampler.confidence_of(logits, step.after, context) >= self.threshold
+        return self.sampler.confidence_of(logits, step.after, context)
 
-    def _kept_when_left_out(self, state, step, asked, most, context) -> torch.Tensor:
-        """Keep a token whose corrected confidence is high where it alone of the reveals is masked again, [R, B].
+    def _confidence_when_left_out(self, state, step, asked, most, context) -> torch.Tensor:
+        """The corrected confidence of each token where it alone of the reveals is masked again, [R, B].
 
         One head step reads a state per token that is judged, as many as the row with the most of them needs:
 
@@ -82,7 +86,7 @@ class HeadRemasker:
         at = where[..., None, None].expand(-1, -1, 1, corrected.shape[-1])
         logits = self.forwards.model.logits(corrected.gather(2, at)[:, :, 0])  # [R, G, V]
         confidence = self.sampler.confidence_of(logits, after.gather(1, where), context)
-        return torch.zeros(after.shape, device=after.device).scatter(1, where, confidence) >= self.threshold
+        return torch.zeros(after.shape, device=after.device).scatter(1, where, confidence)
 
 
 def revoke_doubted_tokens(

@@ -55,13 +55,13 @@ class Opened(NamedTuple):
         rows: which rows cross, boolean [R]; the other fields mean nothing in other rows.
         after: the next block after the step, [R, B].
         at: index of the opening state among the candidates, [R].
-        scores: processed scores of the opening state, [R, B, V]; None unless asked for.
+        choice: the backbone's choice at the positions of the opening state, its fields [R, B] or [R, B, V].
     """
 
     rows: torch.Tensor
     after: torch.Tensor
     at: torch.Tensor
-    scores: torch.Tensor | None
+    choice: TokenChoice
 
 
 class Verifier:
@@ -105,6 +105,9 @@ class Verifier:
         if len(depth) > 1:
             unused = state.accepted.shape[1] - len(depth)
             state.accepted += torch.nn.functional.pad(confirmed & (depth > 0), (0, unused))
+        # a candidate that is not confirmed is a state that decoding does not visit
+        visited = (depth <= last[:, None]) & state.running[:, None]
+        state.note_faults(masked & visited[..., None], choice.confidence, choice.score)
         if choice.scores is not None:
             self._write_scores(state, candidates, following, choice.scores, last)
         # a token that is masked in the first j confirmed candidates is revealed by the j-th of the steps on them
@@ -127,7 +130,7 @@ class Verifier:
             rows=candidates.opens[row, at] & (at > last) & state.running,
             after=following[row, at],
             at=at,
-            scores=None if choice.scores is None else choice.scores[row, at],
+            choice=TokenChoice(*(field if field is None else field[row, at] for field in choice)),
         )
 
     def _confirmed(self, candidates: Candidates, choice: TokenChoice, following: torch.Tensor) -> torch.Tensor:

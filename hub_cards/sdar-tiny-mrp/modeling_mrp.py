@@ -30,11 +30,15 @@ The exact rule, with a picture of the mask, is in masks.py.
 """
 
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
@@ -47,12 +51,13 @@ from .block_cache import BlockCache  # noqa: F401  (all siblings: some versions 
 from .block_state import BlockState  # noqa: F401
 from .cached_forwards import CachedForwards  # noqa: F401
 from .checkpoints import CheckpointMixin
+from .column_emitter import ColumnEmitter  # noqa: F401
 from .configuration_mrp import MRPConfig
 from .context_cache import CleanContext, ContextRecorder
 from .decoding import Decoder  # noqa: F401
 from .drafting import ChainDrafter  # noqa: F401
 from .generation_mrp import MRPGenerationMixin
-from .inputs import check_forward_inputs
+from .inputs import check_forward_inputs, check_unsupported, check_vocabulary
 from .masks import (
     CLEAN,
     PADDING,
@@ -173,6 +178,7 @@ class MRPForDiffusionLM(CheckpointMixin, Qwen3PreTrainedModel, MRPGenerationMixi
         segment_ids: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor | None = None,
         teacher: bool = False,
+        **unsupported: Any,
     ) -> MRPModelOutput:
         """Run backbone and head on whole rows without a cache, as training and scoring do.
 
@@ -190,10 +196,15 @@ class MRPForDiffusionLM(CheckpointMixin, Qwen3PreTrainedModel, MRPGenerationMixi
             logits_to_keep: number of last positions to return logits for, or an index tensor of positions (an empty
                 tensor: no logits at all).
             teacher: whether to run the backbone on every revealed state too, in the same forward as on `input_ids`.
+            unsupported: arguments of other models (`inputs_embeds`, `labels`, ...). Wrappers such as PEFT's pass them
+                as None; any other value is an error.
 
         Raises:
-            ValueError: for a shape that does not fit, or for `revealed_ids` when there is no head.
+            TypeError: for an unsupported argument that is not None.
+            ValueError: for a shape that does not fit, for `revealed_ids` when there is no head, or for `clean_ids`
+                when a thawed backbone is trained with gradient checkpointing.
         """
+        check_unsupported(unsupported)
         check_forward_inputs(input_ids, attention_mask, position_ids, revealed_ids, clean_ids, segment_ids, teacher)
         if revealed_ids is not None and self.mrp_head is None:
             raise ValueError("revealed_ids need a residual head, but this checkpoint has none (num_mrp_layers is 0)")
@@ -211,6 +222,7 @@ class MRPForDiffusionLM(CheckpointMixin, Qwen3PreTrainedModel, MRPGenerationMixi
             noisy = torch.cat([noisy, revealed_ids], dim=1)
         context, clean_hidden = None, None
         if clean_ids is not None:
+            self._check_layers_take_cache()
             recorder = ContextRecorder(clean_ids.shape[1])
             mask = self.attention_mask(stream(CLEAN))
             clean_hidden = self.backbone_hidden_states(clean_ids, positions, mask, recorder)
@@ -336,6 +348,39 @@ class MRPForDiffusionLM(CheckpointMixin, Qwen3PreTrainedModel, MRPGenerationMixi
             recorder,
         )
         return both[:, :length], CleanContext(recorder)
+
+    def _check_layers_take_cache(self):
+        checkpointed = any(layer.gradient_checkpointing and layer.training for layer in self.model.layers)
+        if checkpointed and torch.is_grad_enabled():
+            raise ValueError(
+                "clean_ids cannot be used while a thawed backbone is trained with gradient checkpointing, under which "
+                "its layers take no cache: call freeze_backbone() or gradient_checkpointing_disable()"
+            )
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, **kwargs: Any
+    ):
+        if enable:
+            if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+                raise ValueError(
+                    "use_reentrant=True loses gradients where the steps of a chain share the clean stream: pass "
+                    "{'use_reentrant': False} as gradient_checkpointing_kwargs"
+                )
+            gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+    ) -> nn.Embedding:
+        """Resize the token embeddings, as in transformers.
+
+        Raises:
+            ValueError: when a special id of the config, such as the mask token's, would be left without an embedding.
+        """
+        if new_num_tokens is not None:
+            multiple = pad_to_multiple_of or 1
+            check_vocabulary(-(-new_num_tokens // multiple) * multiple, self.config)
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 
     @torch.no_grad()
     def copy_backbone_layers_to_head(self) -> None:
