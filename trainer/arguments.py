@@ -137,6 +137,7 @@ class MRPTrainingArguments(TrainingArguments):
     resume_from_checkpoint: str | None = option(
         None, "Checkpoint folder to resume from; auto resumes from the last complete checkpoint in output_dir, if any."
     )
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": SUPPRESS})  # see UNUSED_OPTIONS
     remove_unused_columns: bool = field(default=False, metadata={"help": SUPPRESS})  # the collator needs its columns
     # Recent releases of transformers call gradient checkpointing so. Declared here, older releases know the name too.
     activation_checkpointing: bool | None = field(
@@ -171,6 +172,11 @@ class MRPTrainingArguments(TrainingArguments):
     kl_temperature: float = option(1.0, "Temperature of both distributions in the loss.")
     kl_chunk_rows: str = option("auto", "Number of rows whose logits exist at one time in the loss, or auto.")
     kl_backend: str = option("auto", f"Implementation of the loss, one of {', '.join(BACKENDS)}.")
+    skip_nonfinite_batches: bool = option(
+        False,
+        "Skip and count the steps whose loss or gradient is not finite; default: stop at the first one, which names "
+        "its samples.",
+    )
     decode_prompts: int = option(
         8, "Number of prompts that each evaluation decodes, to measure tokens per forward and acceptance."
     )

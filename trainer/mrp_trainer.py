@@ -47,7 +47,7 @@ from .data.rows import is_streamed, length_of
 from .data.streams import EndlessStream
 from .evaluation.acceptance import acceptance_range, decode_figures, prompts_of
 from .evaluation.head_metrics import HeadFigures, HeadMetrics, measure_head
-from .head_checkpoints import HeadCheckpoints
+from .finite_steps import FiniteSteps
 from .losses.acceptance import chosen_position_loss, chosen_positions, linear_total_variation
 from .losses.linear_kl import Choice, linear_kl, linear_kl_and_choice
 from .muon import MuonWithAdamW
@@ -56,7 +56,7 @@ from .trainer_inputs import check_fsdp, check_trainable, collator_for, prepare_i
 MODEL_INPUTS = ("input_ids", "revealed_ids", "clean_ids", "segment_ids")
 
 
-class MRPTrainer(HeadCheckpoints):
+class MRPTrainer(FiniteSteps):
     """Trains `model.mrp_head` to predict how the backbone's logits change when tokens are revealed.
 
     Args:
@@ -201,12 +201,17 @@ class MRPTrainer(HeadCheckpoints):
         else:
             # Gradients are averaged over the ranks, but each rank holds only its share of the sum.
             ranks = self.accelerator.num_processes
-        sums, out = self._loss_sums(model, inputs)
-        loss = (sums / num_items_in_batch.to(sums.device)).mean() * ranks
+        losses, out = self._row_losses(model, inputs)
+        loss = (losses.sum(0) / num_items_in_batch.to(losses.device)).mean() * ranks
         return (loss, out) if return_outputs else loss
 
-    def _loss_sums(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
-        """Return sum(loss * weight) of each of the K steps, [K], and the model's output.
+    def nonfinite_rows(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Return which rows have a loss or hidden states that are not finite, bool [R]."""
+        losses, out = self._row_losses(model, inputs)
+        return ~(losses.isfinite().all(-1) & out.corrected_hidden_states.isfinite().flatten(1).all(-1))
+
+    def _row_losses(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
+        """Return sum(loss * weight) of each row and each of the K steps, [R, K], and the model's output.
 
         The forward reads 2 + K streams. Of one sample with blocks of 4 (c: a clean token, m: a mask):
 
@@ -231,7 +236,7 @@ class MRPTrainer(HeadCheckpoints):
         if self._wants_metrics():
             self._add_metrics(out, inputs, lm_head)
         # index_put into distinct places is deterministic; index_add into K sums is not, on a GPU.
-        return torch.zeros_like(weight).index_put(supervised, losses.to(weight.dtype)).sum((0, 2)), out
+        return torch.zeros_like(weight).index_put(supervised, losses.to(weight.dtype)).sum(2), out
 
     def _losses(
         self, out: ModelOutput, supervised: tuple[Tensor, ...], inputs: dict[str, Tensor], lm_head: Tensor
@@ -309,6 +314,10 @@ class MRPTrainer(HeadCheckpoints):
         """Return the figures of all ranks together."""
         return HeadMetrics(*self.accelerator.reduce(metrics.stacked(), reduction="sum")).summary()
 
+    def on_skipped_step(self) -> None:
+        """Forget the figures of the step: the head is measured in the last step before a log alone."""
+        self._training_metrics = HeadMetrics.zeros(self.args.unroll_steps, self.args.device)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, adding the head's figures to the logs of training."""
         if "loss" in logs and self.args.head_metrics:
@@ -328,7 +337,7 @@ class MRPTrainer(HeadCheckpoints):
         self._ignore_repeated_rows(inputs, self._evaluation.rows, self.args.eval_batch_size)
         counts = _normaliser_and_rows(inputs)
         with torch.no_grad():
-            sums, _ = self._loss_sums(model, inputs)
+            sums = self._row_losses(model, inputs)[0].sum(0)
         self._evaluation.losses += torch.cat([sums[None].to(counts), counts])
         return (sums / _normaliser(counts)).mean(), None, None
 
