@@ -164,7 +164,7 @@ def test_head_with_weights_that_are_not_finite_is_not_written(project, tmp_path)
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_the_check_makes_the_host_wait_once_per_optimizer_step(project, monkeypatch, accumulation):
-    """On a CPU nothing waits: values that Python takes out of tensors are counted, less those of transformers' step."""
+    """On a CPU nothing waits: what counts are values that Python takes out of tensors, beyond transformers' own."""
     fetches = {}
     for owner in (Trainer, FiniteSteps):
 

@@ -29,8 +29,8 @@ class NonFiniteError(ValueError):
 class FiniteSteps(HeadCheckpoints):
     """A `Trainer` that checks the loss and the gradient before each optimizer step.
 
-    Subclasses define `nonfinite_rows`. The check costs one host synchronisation and, on several ranks, one reduction of a
-    single number per optimizer step; all ranks come to the same decision.
+    Subclasses define `nonfinite_rows`. A check costs one host synchronisation. On several ranks it also costs one
+    reduction of a single number, by which all ranks come to the same decision.
     """
 
     args: MRPTrainingArguments

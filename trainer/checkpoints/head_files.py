@@ -73,8 +73,8 @@ def save_head(
     broken = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     if broken:
         raise ValueError(
-            f"the head's {broken[0]} is not finite, and {len(broken)} of its {len(state)} tensors: it is not written to "
-            f"{folder}. Go back to an earlier checkpoint and lower the learning rate"
+            f"the head's {broken[0]} is not finite ({len(broken)} of {len(state)} tensors are not), so it is not "
+            f"written to {folder}: go back to an earlier checkpoint and lower the learning rate"
         )
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PeftModel):
