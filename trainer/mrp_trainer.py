@@ -13,6 +13,7 @@ at the positions i that are still masked in x_k:
 with the output embedding W and the probability p_i at which position i was masked. The loss is the mean over k.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ from .muon import MuonWithAdamW
 from .trainer_inputs import (
     check_fills_a_batch,
     check_fsdp,
+    check_functions,
     check_trainable,
     collator_for,
     prepare_if_raw,
@@ -104,6 +106,7 @@ class MRPTrainer(FiniteSteps):
         args = MRPTrainingArguments() if args is None else args
         args._n_gpu = min(1, args.n_gpu)  # one device per process (torchrun starts several), never DataParallel
         check_trainable(model)
+        check_functions(kwargs)
         model.mrp_head.float()
         # Head checkpoints record the backbone's commit; transformers sets it only on configs that come from the Hub.
         model.config._commit_hash = getattr(model.config, "_commit_hash", None)
@@ -391,6 +394,9 @@ class MRPTrainer(FiniteSteps):
         decoded = self._decode_held_out(decode_figures) or {}
         figures = {"loss": loss} | self._figures(evaluation.metrics).log_entries() | decoded
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        best = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        if best.startswith(f"{metric_key_prefix}_"):  # without it, as after a failure to decode, the run would end
+            output.metrics.setdefault(best, math.nan)
         return output
 
     def _decode_held_out(self, measure: Callable[..., dict | None]) -> dict | None:

@@ -81,6 +81,20 @@ def check_trainable(model: MRPForDiffusionLM | PeftModel | None) -> None:
         )
 
 
+def check_functions(functions: dict[str, Any]) -> None:
+    """Refuse functions that transformers' `Trainer` would call with logits and labels.
+
+    Args:
+        functions: further keyword arguments of the trainer.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
+        if functions.get(name) is not None:
+            raise ValueError(f"{name} is not supported: MRPTrainer computes its own loss and figures, without labels")
+
+
 def check_fills_a_batch(name: str, dataset: Any, batch_size: int, args: MRPTrainingArguments) -> None:
     """Check that a data set gives at least one batch.
 
