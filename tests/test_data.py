@@ -281,6 +281,7 @@ def test_batch_has_the_documented_shapes_and_consistent_parts(tokenizer):
         "revealed_ids": (3, 2, 16),
         "clean_ids": (3, 16),
         "segment_ids": (3, 16),
+        "sample_ids": (3, 16),
         "block_ids": (3, 16),
         "loss_weight": (3, 2, 16),
         "normaliser": (3, 2),
@@ -299,6 +300,8 @@ def test_blocks_are_counted_from_the_start_of_each_sample_and_padding_is_marked(
     row = {"input_ids": [9] * 11, "answer_mask": [1] * 11, "lengths": [5, 6], "sample_ids": [0, 1]}
     batch = collator()([row])
     assert batch["segment_ids"].tolist() == [[0] * 5 + [1] * 6 + [-1] * 5]
+    first, second = row["sample_ids"]
+    assert batch["sample_ids"].tolist() == [[first] * 5 + [second] * 6 + [-1] * 5]
     assert batch["block_ids"].tolist() == [[0] * 4 + [1] + [2] * 4 + [3] * 2 + [-1] * 5]
     assert (batch["input_ids"][0, 11:] == 0).all()
     assert (batch["loss_weight"][..., 11:] == 0).all()

@@ -137,6 +137,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments,
     if known.config is not None:
         parser.set_defaults(**read_config(known.config))
     parser.set_defaults(**dict.fromkeys(unset))
+    given = parser.parse_known_args(words)[0]
+    if given.eval_data is not None and given.eval_strategy == "no":  # load_best_model_at_end needs to know it
+        parser.set_defaults(eval_strategy="steps")
     model_args, data_args, args, _ = parser.parse_args_into_dataclasses(words)
     if model_args.base_model is not None:
         model_args.base_model = local_source(model_args.base_model)

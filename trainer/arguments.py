@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from .data.rows import LONG_SAMPLES
 from .losses.acceptance import DIVERGENCES
 from .losses.linear_kl import BACKENDS
+from .refused_options import LOWER_IS_BETTER, refuse_accelerator_options, refuse_unsupported
 
 REVEALS = ("random", "confident")
 HEAD_INITS = ("fresh", "backbone_layers")
@@ -137,6 +138,7 @@ class MRPTrainingArguments(TrainingArguments):
     resume_from_checkpoint: str | None = option(
         None, "Checkpoint folder to resume from; auto resumes from the last complete checkpoint in output_dir, if any."
     )
+    logging_nan_inf_filter: bool = option(False, "Must stay false: a loss that is not finite is never hidden.")
     remove_unused_columns: bool = field(default=False, metadata={"help": SUPPRESS})  # the collator needs its columns
     # Recent releases of transformers call gradient checkpointing so. Declared here, older releases know the name too.
     activation_checkpointing: bool | None = field(
@@ -171,6 +173,11 @@ class MRPTrainingArguments(TrainingArguments):
     kl_temperature: float = option(1.0, "Temperature of both distributions in the loss.")
     kl_chunk_rows: str = option("auto", "Number of rows whose logits exist at one time in the loss, or auto.")
     kl_backend: str = option("auto", f"Implementation of the loss, one of {', '.join(BACKENDS)}.")
+    skip_nonfinite_batches: bool = option(
+        False,
+        "Skip and count the steps whose loss or gradient is not finite; default: stop at the first one, which names "
+        "its samples.",
+    )
     decode_prompts: int = option(
         8, "Number of prompts that each evaluation decodes, to measure tokens per forward and acceptance."
     )
@@ -180,8 +187,10 @@ class MRPTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self):
+        refuse_unsupported(self)
         self._fill_in()
         super().__post_init__()
+        refuse_accelerator_options(self.accelerator_config)
         _above_zero("muon_learning_rate", self.muon_learning_rate)
         _at_least("unroll_steps", self.unroll_steps, 1)
         _at_least("decode_prompts", self.decode_prompts, 0)
@@ -194,8 +203,6 @@ class MRPTrainingArguments(TrainingArguments):
             _at_least("reveal_counts", count, 1)
         if not 0 < self.noise_eps < 1:
             raise ValueError(f"noise_eps must lie between 0 and 1, got {self.noise_eps}")
-        if self.remove_unused_columns:
-            raise ValueError("remove_unused_columns must be False: the collator needs columns that the model does not")
         self._check_loss()
 
     def _check_loss(self):
@@ -219,6 +226,8 @@ class MRPTrainingArguments(TrainingArguments):
             self.eval_steps = self.save_steps
         if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == "cosine_with_min_lr":
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
+        if self.metric_for_best_model is not None and self.greater_is_better is None:
+            self.greater_is_better = LOWER_IS_BETTER.fullmatch(self.metric_for_best_model) is None
         if self.per_device_eval_batch_size is None:
             self.per_device_eval_batch_size = self.per_device_train_batch_size
         # `gradient_checkpointing` is the older name of the same option. Give both names one value before transformers

@@ -13,7 +13,9 @@ at the positions i that are still masked in x_k:
 with the output embedding W and the probability p_i at which position i was masked. The loss is the mean over k.
 """
 
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +34,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from modeling_mrp import MRPForDiffusionLM
 
@@ -45,18 +47,28 @@ from .console import HeadProgress
 from .data.collator import MRPCollator
 from .data.rows import is_streamed, length_of
 from .data.streams import EndlessStream
-from .evaluation.acceptance import acceptance_range, decode_figures, prompts_of
+from .evaluation.acceptance import acceptance_range, decodable, decode_figures, prompts_of
 from .evaluation.head_metrics import HeadFigures, HeadMetrics, measure_head
-from .head_checkpoints import HeadCheckpoints
+from .finite_steps import FiniteSteps
 from .losses.acceptance import chosen_position_loss, chosen_positions, linear_total_variation
 from .losses.linear_kl import Choice, linear_kl, linear_kl_and_choice
 from .muon import MuonWithAdamW
-from .trainer_inputs import check_fsdp, check_trainable, collator_for, prepare_if_raw
+from .trainer_inputs import (
+    check_fills_a_batch,
+    check_fsdp,
+    check_functions,
+    check_trainable,
+    collator_for,
+    prepare_if_raw,
+    warn_of_far_positions,
+)
+
+logger = logging.get_logger(__name__)
 
 MODEL_INPUTS = ("input_ids", "revealed_ids", "clean_ids", "segment_ids")
 
 
-class MRPTrainer(HeadCheckpoints):
+class MRPTrainer(FiniteSteps):
     """Trains `model.mrp_head` to predict how the backbone's logits change when tokens are revealed.
 
     Args:
@@ -94,9 +106,12 @@ class MRPTrainer(HeadCheckpoints):
         args = MRPTrainingArguments() if args is None else args
         args._n_gpu = min(1, args.n_gpu)  # one device per process (torchrun starts several), never DataParallel
         check_trainable(model)
+        check_functions(kwargs)
         model.mrp_head.float()
         # Head checkpoints record the backbone's commit; transformers sets it only on configs that come from the Hub.
         model.config._commit_hash = getattr(model.config, "_commit_hash", None)
+        if data_collator is not None and sequence_length is None:
+            sequence_length = data_collator.sequence_length  # rows that it refuses are refused now
         train_dataset, eval_dataset = (
             prepare_if_raw(dataset, processing_class, sequence_length) for dataset in (train_dataset, eval_dataset)
         )
@@ -120,6 +135,7 @@ class MRPTrainer(HeadCheckpoints):
             self.add_callback(HeadProgress)
         self.model_accepts_loss_kwargs = True  # the loss is already divided by that of the whole optimizer step
         self._training_metrics = HeadMetrics.zeros(args.unroll_steps, args.device)
+        self._refused_prompts: Counter[str] = Counter()  # those that a warning has named
         self._evaluation: _EvaluationSums | None = None  # set while an evaluation runs
         self._backbone_identity = backbone_identity(self.model)  # reads all weights, so before FSDP shards them
         if self.is_fsdp_enabled:
@@ -144,28 +160,42 @@ class MRPTrainer(HeadCheckpoints):
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **kwargs: Any) -> TrainOutput:
         """Train as `Trainer.train` does, then record in the model's config how many drafts held-out prompts accept.
 
+        The head is written to `output_dir` before that is measured; `save_model` writes it again with the record.
+
         Args:
             resume_from_checkpoint: a checkpoint folder, or True for the last complete one in `output_dir`.
             **kwargs: further arguments of `Trainer.train`.
 
         Raises:
-            ValueError: if the checkpoint is incomplete, of another backbone, or of a run with other settings.
+            ValueError: if the checkpoint is incomplete, of another backbone, or of a run with other settings; or if a
+                data set does not fill one batch and `dataloader_drop_last` is set.
+            NonFiniteError: see `FiniteSteps.train`.
         """
         if resume_from_checkpoint is True:
             # Where there is none, transformers raises an error that names the folder.
             resume_from_checkpoint = last_checkpoint(self.args.output_dir) or True
         if isinstance(resume_from_checkpoint, str | Path):
             check_resumable(resume_from_checkpoint, run_settings(self.args, length_of(self.train_dataset)))
+        self._check_data()
         model = self.accelerator.unwrap_model(self.model)
         model.config.trained_acceptance = None
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        prompts = self._held_out_prompts()
-        if prompts:
-            model.eval()
-            drafts, new_tokens = self.args.unroll_steps + 1, self.args.decode_new_tokens
-            model.config.trained_acceptance = acceptance_range(model, prompts, drafts, new_tokens)
-            model.train()
+        if self._held_out_prompts():
+            self.save_model(_internal_call=True)  # whatever happens while decoding, the head is on disk
+            model.config.trained_acceptance = self._decode_held_out(acceptance_range)
         return output
+
+    def _check_data(self):
+        """Check before the first step what would otherwise end or spoil the run later."""
+        args = self.args
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        named = {"train_dataset": (self.train_dataset, args.train_batch_size)}
+        named |= {f"eval_dataset {name}".strip(): (part, args.eval_batch_size) for name, part in evaluated.items()}
+        for name, (dataset, batch_size) in named.items():
+            check_fills_a_batch(name, dataset, batch_size, args)
+            limit = self.model.config.max_position_embeddings
+            warn_of_far_positions(name, dataset, self.data_collator.sequence_length, limit)
+        self._held_out_prompts()
 
     def _run_epoch(self, *args, **kwargs):
         """Skip the epoch of a finished run: transformers counts steps after taking them and would run one more."""
@@ -201,12 +231,17 @@ class MRPTrainer(HeadCheckpoints):
         else:
             # Gradients are averaged over the ranks, but each rank holds only its share of the sum.
             ranks = self.accelerator.num_processes
-        sums, out = self._loss_sums(model, inputs)
-        loss = (sums / num_items_in_batch.to(sums.device)).mean() * ranks
+        losses, out = self._row_losses(model, inputs)
+        loss = (losses.sum(0) / num_items_in_batch.to(losses.device)).mean() * ranks
         return (loss, out) if return_outputs else loss
 
-    def _loss_sums(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
-        """Return sum(loss * weight) of each of the K steps, [K], and the model's output.
+    def nonfinite_rows(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Return which rows have a loss or hidden states that are not finite, bool [R]."""
+        losses, out = self._row_losses(model, inputs)
+        return ~(losses.isfinite().all(-1) & out.corrected_hidden_states.isfinite().flatten(1).all(-1))
+
+    def _row_losses(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
+        """Return sum(loss * weight) of each row and each of the K steps, [R, K], and the model's output.
 
         The forward reads 2 + K streams. Of one sample with blocks of 4 (c: a clean token, m: a mask):
 
@@ -231,7 +266,7 @@ class MRPTrainer(HeadCheckpoints):
         if self._wants_metrics():
             self._add_metrics(out, inputs, lm_head)
         # index_put into distinct places is deterministic; index_add into K sums is not, on a GPU.
-        return torch.zeros_like(weight).index_put(supervised, losses.to(weight.dtype)).sum((0, 2)), out
+        return torch.zeros_like(weight).index_put(supervised, losses.to(weight.dtype)).sum(2), out
 
     def _losses(
         self, out: ModelOutput, supervised: tuple[Tensor, ...], inputs: dict[str, Tensor], lm_head: Tensor
@@ -309,6 +344,10 @@ class MRPTrainer(HeadCheckpoints):
         """Return the figures of all ranks together."""
         return HeadMetrics(*self.accelerator.reduce(metrics.stacked(), reduction="sum")).summary()
 
+    def on_skipped_step(self) -> None:
+        """Forget the figures of the step: the head is measured in the last step before a log alone."""
+        self._training_metrics = HeadMetrics.zeros(self.args.unroll_steps, self.args.device)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, adding the head's figures to the logs of training."""
         if "loss" in logs and self.args.head_metrics:
@@ -328,7 +367,7 @@ class MRPTrainer(HeadCheckpoints):
         self._ignore_repeated_rows(inputs, self._evaluation.rows, self.args.eval_batch_size)
         counts = _normaliser_and_rows(inputs)
         with torch.no_grad():
-            sums, _ = self._loss_sums(model, inputs)
+            sums = self._row_losses(model, inputs)[0].sum(0)
         self._evaluation.losses += torch.cat([sums[None].to(counts), counts])
         return (sums / _normaliser(counts)).mean(), None, None
 
@@ -352,22 +391,45 @@ class MRPTrainer(HeadCheckpoints):
             self._evaluation = None
         sums, *counts = self.accelerator.reduce(evaluation.losses, reduction="sum")
         loss = (sums / _normaliser(torch.stack(counts))).mean().item()
-        figures = {"loss": loss} | self._figures(evaluation.metrics).log_entries() | self._decode_held_out()
+        decoded = self._decode_held_out(decode_figures) or {}
+        figures = {"loss": loss} | self._figures(evaluation.metrics).log_entries() | decoded
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        best = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        if best.startswith(f"{metric_key_prefix}_"):  # without it, as after a failure to decode, the run would end
+            output.metrics.setdefault(best, math.nan)
         return output
 
-    def _decode_held_out(self) -> dict[str, float]:
-        """Decode some held-out prompts with the head as it is, in chains of K head steps."""
+    def _decode_held_out(self, measure: Callable[..., dict | None]) -> dict | None:
+        """Return `measure` of the held-out prompts, decoded with the head as it is in chains of K head steps.
+
+        Whatever goes wrong is a warning: figures are not worth the loss of a run.
+        """
         args, model = self.args, self.accelerator.unwrap_model(self.model)
-        prompts = self._held_out_prompts()
-        return decode_figures(model, prompts, args.unroll_steps + 1, args.decode_new_tokens) if prompts else {}
+        prompts, training = self._held_out_prompts(), model.training
+        if not prompts:
+            return None
+        model.eval()
+        try:
+            return measure(model, prompts, args.unroll_steps + 1, args.decode_new_tokens)
+        except Exception as error:
+            logger.warning("held-out prompts could not be decoded, and their figures are missing: %r", error)
+            return None
+        finally:
+            model.train(training)
 
     def _held_out_prompts(self) -> list[list[int]]:
-        rows = self.eval_dataset
+        """Return the held-out prompts that can be decoded, and warn once if there are others."""
+        rows, config = self.eval_dataset, self.model.config
         if isinstance(rows, dict):
             rows = next(iter(rows.values()))
-        block_size = self.model.config.block_size
-        return [] if rows is None else prompts_of(rows, self.args.decode_prompts, block_size)
+        if rows is None:
+            return []
+        prompts, refused = decodable(prompts_of(rows, self.args.decode_prompts, config.block_size), config)
+        if refused != self._refused_prompts:
+            for reason, count in refused.items():
+                logger.warning("%d held-out prompts are not decoded: %s", count, reason)
+        self._refused_prompts = refused
+        return prompts
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return the data loader of an evaluation; its noise is that of epoch 0 every time."""

@@ -7,13 +7,16 @@ from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from modeling_mrp import MRPForDiffusionLM
 
 from .arguments import MRPTrainingArguments
 from .checkpoints.lora import without_peft
 from .data.collator import MRPCollator
-from .data.rows import prepare_dataset
+from .data.rows import length_of, prepare_dataset
+
+logger = logging.get_logger(__name__)
 
 
 def collator_for(
@@ -75,6 +78,66 @@ def check_trainable(model: MRPForDiffusionLM | PeftModel | None) -> None:
     if not_frozen:
         raise ValueError(
             f"only the head can be trained, but {not_frozen[0]} requires a gradient: call model.freeze_backbone()"
+        )
+
+
+def check_functions(functions: dict[str, Any]) -> None:
+    """Refuse functions that transformers' `Trainer` would call with logits and labels.
+
+    Args:
+        functions: further keyword arguments of the trainer.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
+        if functions.get(name) is not None:
+            raise ValueError(f"{name} is not supported: MRPTrainer computes its own loss and figures, without labels")
+
+
+def check_fills_a_batch(name: str, dataset: Any, batch_size: int, args: MRPTrainingArguments) -> None:
+    """Check that a data set gives at least one batch.
+
+    Args:
+        name: what the data set is called in the message.
+        dataset: the data set, or None.
+        batch_size: rows per device.
+        args: the training arguments.
+
+    Raises:
+        ValueError: if it has no rows, or fewer than one batch of all devices and `dataloader_drop_last` is set.
+    """
+    rows = length_of(dataset)
+    if rows == 0:
+        raise ValueError(f"{name} has no rows")
+    if rows is not None and args.dataloader_drop_last and rows < batch_size * args.world_size:
+        raise ValueError(
+            f"{name} has {rows} rows, and dataloader_drop_last drops what does not fill a batch of {batch_size} on "
+            f"each of {args.world_size} devices: nothing would remain. Lower the batch size or remove "
+            "dataloader_drop_last"
+        )
+
+
+def warn_of_far_positions(name: str, dataset: Any, sequence_length: int | None, limit: int) -> None:
+    """Warn if samples are longer than the positions that the backbone was trained on.
+
+    Args:
+        name: what the data set is called in the message.
+        dataset: prepared rows, a stream of them, or None.
+        sequence_length: tokens per row; None if it varies.
+        limit: `max_position_embeddings` of the backbone.
+    """
+    if dataset is None or (sequence_length is not None and sequence_length <= limit):
+        return
+    rows = length_of(dataset)
+    longest = sequence_length if rows is None else max(max(lengths) for lengths in dataset["lengths"])
+    if longest is not None and longest > limit:
+        logger.warning(
+            "%s has samples of up to %d tokens, but the backbone's max_position_embeddings is %d: it was not trained "
+            "on later positions, and its predictions there may be poor",
+            name,
+            longest,
+            limit,
         )
 
 

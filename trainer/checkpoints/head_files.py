@@ -59,7 +59,7 @@ def save_head(
         The folder.
 
     Raises:
-        ValueError: if the model has no head.
+        ValueError: if the model has no head, or one with weights that are not finite. Nothing is written then.
     """
     if without_peft(model).mrp_head is None:
         raise ValueError("the model has no head to save (num_mrp_layers is 0)")
@@ -70,6 +70,12 @@ def save_head(
     state = whole_state(state, keep=write)  # on every rank, whether it writes or not
     if not write:
         return folder
+    broken = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    if broken:
+        raise ValueError(
+            f"the head's {broken[0]} is not finite ({len(broken)} of {len(state)} tensors are not), so it is not "
+            f"written to {folder}: go back to an earlier checkpoint and lower the learning rate"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PeftModel):
         model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)

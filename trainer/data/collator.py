@@ -17,7 +17,7 @@ from .corruption import (
 )
 from .rows import ROW_COLUMNS, remedies
 
-PADDING = -1  # segment and block id of padding
+PADDING = -1  # segment, block and sample id of padding
 
 
 @dataclass
@@ -66,6 +66,7 @@ class MRPCollator:
                 clean_ids [R, L]: the original ids,
                 segment_ids [R, L] and block_ids [R, L]: sample and block of each token, counted over the row, -1 for
                     padding,
+                sample_ids [R, L]: id of the sample that each token belongs to, -1 for padding,
                 loss_weight [R, K, L] and normaliser [R, K]: see `loss_weights` and `loss_normaliser`,
                 reveal_step [R, L] and p_mask [R, L]: the noise they follow from, see corruption.py.
 
@@ -78,6 +79,7 @@ class MRPCollator:
         segment, block = torch.full(shape, PADDING), torch.full(shape, PADDING)
         answer = torch.zeros(shape, dtype=torch.bool)
         reveal_step, p_mask = torch.zeros(shape, dtype=torch.long), torch.ones(shape)
+        sample_ids = torch.full(shape, PADDING)
         for r, row in enumerate(rows):
             used = len(row["input_ids"])
             clean[r, :used] = torch.as_tensor(row["input_ids"])
@@ -90,7 +92,7 @@ class MRPCollator:
                 visited = None if visited is None else torch.as_tensor(visited[at])
                 rng = sample_rng(self.seed, int(sample), int(self._epoch) + row.get("epoch", 0))
                 reveal_step[r, at], p_mask[r, at] = self._corrupt(answer[r, at], sample_block, rng, visited)
-                segment[r, at] = number
+                segment[r, at], sample_ids[r, at] = number, int(sample)
                 block[r, at] = first_block + sample_block
                 start, first_block = start + size, first_block + int(sample_block[-1]) + 1
         noisy, states = revealed_states(clean, reveal_step, self.steps, self.mask_token_id)
@@ -100,6 +102,7 @@ class MRPCollator:
             "clean_ids": clean,
             "segment_ids": segment,
             "block_ids": block,
+            "sample_ids": sample_ids,
             "loss_weight": loss_weights(reveal_step, p_mask, self.steps),
             "normaliser": loss_normaliser(reveal_step, p_mask, answer, self.steps),
             "reveal_step": reveal_step,

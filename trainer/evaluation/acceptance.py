@@ -1,10 +1,12 @@
 """How well the drafts of a head fare on a few held-out prompts, measured during and after training."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from modeling_mrp import MRPForDiffusionLM
+from modeling_mrp import MRPConfig, MRPForDiffusionLM
+from modeling_mrp.inputs import check_inputs
 
 from .decoding import Totals, decode_batch, decode_prompts
 
@@ -31,6 +33,26 @@ def prompts_of(rows: Sequence[dict], count: int, block_size: int) -> list[list[i
             if prompt:
                 prompts.append(list(ids)[:prompt])
     return prompts
+
+
+def decodable(prompts: Sequence[list[int]], config: MRPConfig) -> tuple[list[list[int]], Counter[str]]:
+    """Separate the prompts that `generate` decodes from those that it refuses: too long, or with a mask token.
+
+    Args:
+        prompts: token ids of each prompt.
+        config: config of the model that is to decode them.
+
+    Returns:
+        The prompts that can be decoded, and how many cannot be for each reason.
+    """
+    kept, refused = [], Counter()
+    for prompt in prompts:
+        try:
+            check_inputs(torch.tensor([prompt]), None, config)
+            kept.append(prompt)
+        except ValueError as error:
+            refused[str(error)] += 1
+    return kept, refused
 
 
 def decode_figures(
