@@ -1,6 +1,7 @@
 """Which checkpoints a run can resume from, bit for bit, and when it may start in a folder."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -160,12 +161,14 @@ def check_settings(source: str | Path, old: dict[str, Any], new: dict[str, Any],
 
 def _check_length(checkpoint: Path, settings: dict[str, Any]):
     """Refuse a run that would end before the checkpoint."""
-    state = _state_of(checkpoint)
-    name, unit = ("max_steps", "global_step") if settings["max_steps"] > 0 else ("num_train_epochs", "epoch")
-    if settings["max_steps"] != 0 and settings[name] < (state[unit] or 0):
+    state, name, steps = _state_of(checkpoint), "max_steps", settings["max_steps"]
+    if steps <= 0 and state["epoch"]:
+        steps_per_epoch = round(state["global_step"] / state["epoch"])
+        name, steps = "num_train_epochs", math.ceil(settings["num_train_epochs"] * steps_per_epoch)
+    if 0 < steps < state["global_step"]:
         raise ValueError(
-            f"{name} {settings[name]} ends before {checkpoint}, which is at {state[unit]}: resume from an earlier "
-            "checkpoint"
+            f"{name} {settings[name]} ends after step {steps}, but {checkpoint} is at step {state['global_step']}: "
+            "resume from an earlier checkpoint"
         )
 
 
