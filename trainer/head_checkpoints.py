@@ -81,7 +81,7 @@ class HeadCheckpoints(Trainer):
     def _finds_finished_run(self) -> bool:
         folder = self.args.output_dir
         record = read_record(folder)
-        if record is None or not record.is_finished_in(folder):
+        if self.args.overwrite_output_dir or record is None or not record.is_finished_in(folder):
             return False
         settings = self._settings()
         check_head_fits(self.model, folder, self._backbone_identity)

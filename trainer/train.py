@@ -75,9 +75,9 @@ def train(argv: list[str]) -> int:
     """
     model_args, data_args, args = parse_arguments(argv)
     show_log_lines(logging.INFO if args.process_index == 0 else logging.WARNING)
-    check_resuming(args)
+    resume = resuming(args)
     trainer = build_trainer(model_args, data_args, args)
-    if resumes_automatically(args) and trainer.is_finished():
+    if resume and trainer.is_finished():
         logger.info(
             "the run in %s is finished: nothing to do. More steps: raise max_steps or num_train_epochs and pass "
             "resume_with_changes",
@@ -197,22 +197,28 @@ def prepared_rows(
     )
 
 
-def resumes_automatically(args: MRPTrainingArguments) -> bool:
-    """Return whether the run in `output_dir` is to be resumed, if there is one."""
-    return str(args.resume_from_checkpoint).lower() in ("auto", "true")
-
-
-def check_resuming(args: MRPTrainingArguments) -> None:
-    """Check the options of resuming, before anything is loaded.
+def resuming(args: MRPTrainingArguments) -> bool:
+    """Return whether an earlier run is to be resumed, if there is one.
 
     Raises:
-        ValueError: if they contradict each other.
+        ValueError: if `resume_from_checkpoint` names a folder that does not exist, or the options contradict each
+            other.
     """
-    if resumes_automatically(args) and args.overwrite_output_dir:
+    wanted = args.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() == "false":
+        return False
+    if not _automatic(args) and not Path(wanted).is_dir():
+        raise ValueError(f"resume_from_checkpoint: there is no folder {wanted} (use auto for the last checkpoint)")
+    if _automatic(args) and args.overwrite_output_dir:
         raise ValueError(
-            "overwrite_output_dir deletes the run that would be resumed: set resume_from_checkpoint to none, or leave "
-            f"out overwrite_output_dir (resume_from_checkpoint is {args.resume_from_checkpoint})"
+            f"resume_from_checkpoint: {wanted} resumes the run in output_dir, which overwrite_output_dir deletes: set "
+            "resume_from_checkpoint to none to start a new run"
         )
+    return True
+
+
+def _automatic(args: MRPTrainingArguments) -> bool:
+    return str(args.resume_from_checkpoint).lower() in ("auto", "true")
 
 
 def checkpoint_to_resume(args: MRPTrainingArguments) -> str | None:
@@ -221,16 +227,11 @@ def checkpoint_to_resume(args: MRPTrainingArguments) -> str | None:
     "auto" and "true" mean the last whole checkpoint of the run in `output_dir`, if there is one.
 
     Raises:
-        ValueError: if it names a folder that does not exist.
+        ValueError: if it names a folder that does not exist, or contradicts another option.
     """
-    wanted = args.resume_from_checkpoint
-    if wanted is None or str(wanted).lower() == "false":
+    if not resuming(args):
         return None
-    if resumes_automatically(args):
-        return last_checkpoint(args.output_dir)
-    if not Path(wanted).is_dir():
-        raise ValueError(f"resume_from_checkpoint: there is no folder {wanted} (use auto for the last checkpoint)")
-    return str(wanted)
+    return last_checkpoint(args.output_dir) if _automatic(args) else str(args.resume_from_checkpoint)
 
 
 def report_memory(trainer: MRPTrainer, sequence_length: int) -> None:

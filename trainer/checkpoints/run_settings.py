@@ -16,31 +16,32 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# The first four lines say where results go and who is told, the others how processes and devices do the work. How a
-# step is spread over processes and batches is free as long as it takes as many rows: see `run_settings`.
+# Where results go and who is told, and how processes and devices do the work. How a step is spread over processes and
+# batches is free as long as it takes as many rows: see `run_settings`.
 FREE = _names("""
     output_dir overwrite_output_dir resume_from_checkpoint resume_with_changes report_to run_name project
-    trackio_space_id trackio_bucket_id trackio_static_space_id disable_tqdm log_level log_level_replica log_on_each_node
-    push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision do_train do_eval do_predict
-    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps local_rank use_cpu
-    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed
-    parallelism_config save_on_each_node enable_jit_checkpoint debug skip_memory_metrics torch_empty_cache_steps
-    dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-    dataloader_multiprocessing_context gradient_checkpointing gradient_checkpointing_kwargs
+    trackio_space_id trackio_bucket_id trackio_static_space_id disable_tqdm log_level log_level_replica
+    log_on_each_node push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+    do_train do_eval do_predict per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
+    local_rank use_cpu ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
+    ddp_backend ddp_timeout fsdp fsdp_config deepspeed parallelism_config save_on_each_node enable_jit_checkpoint
+    debug skip_memory_metrics torch_empty_cache_steps dataloader_num_workers dataloader_pin_memory
+    dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context
+    gradient_checkpointing gradient_checkpointing_kwargs
 """)
 # Settings of the optimizer and its schedule. A checkpoint holds the old ones: they are set again after it was loaded.
 OPTIMIZER_SETTINGS = _names("""
     max_steps num_train_epochs learning_rate muon_learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps
     warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon
 """)
-# What is logged, evaluated and saved; the last two lines only round the same step otherwise.
+# The optimizer's; what is logged, evaluated and saved; and what only rounds the same step in another way.
 CHANGEABLE = OPTIMIZER_SETTINGS + _names("""
     max_grad_norm logging_strategy logging_steps logging_first_step logging_nan_inf_filter head_metrics
-    include_num_input_tokens_seen eval_data eval_strategy eval_steps eval_delay eval_on_start eval_accumulation_steps
-    bf16_full_eval fp16_full_eval decode_prompts decode_new_tokens save_strategy save_steps
+    include_num_input_tokens_seen eval_data eval_strategy eval_steps eval_delay eval_on_start
+    eval_accumulation_steps bf16_full_eval fp16_full_eval decode_prompts decode_new_tokens save_strategy save_steps
     save_total_limit save_only_model load_best_model_at_end metric_for_best_model greater_is_better
-    activation_checkpointing activation_checkpointing_kwargs attn_implementation kl_chunk_rows kl_backend
-    tf32 torch_compile torch_compile_backend torch_compile_mode
+    activation_checkpointing activation_checkpointing_kwargs attn_implementation kl_chunk_rows kl_backend tf32
+    torch_compile torch_compile_backend torch_compile_mode
 """)
 ROWS_PER_STEP = "rows per step (per_device_train_batch_size * gradient_accumulation_steps * processes)"
 
