@@ -1,16 +1,25 @@
 """Runs that were killed, finished, changed or interrupted, and what they resume from."""
 
+import itertools
+import json
+import os
+import random
+import shutil
 import signal
 import subprocess
+import sys
+import time
 
 import psutil
 import pytest
 import torch
 from local_hub import LocalHub
-from train_runs import ENVIRONMENT, ON_TWO, TRAIN, head, logs, run, same
+from test_durable import DAMAGE, damage, snapshot
+from train_runs import ENVIRONMENT, ON_TWO, TRAIN, head, logs, losses, run, same, unfinish, write_data
 
-from mrp_trainer.checkpoints.resume import last_checkpoint
-from mrp_trainer.train import main
+from mrp_trainer.argument_parsing import parse_arguments
+from mrp_trainer.checkpoints.resume import fault_of, last_checkpoint
+from mrp_trainer.train import build_trainer, main
 
 
 def checkpoints(folder):
@@ -37,9 +46,10 @@ def test_zero_steps_write_the_initial_head_byte_for_byte(project, tmp_path):
 
 
 FILES = ["mrp_head.safetensors", "mrp_head_config.json", "mrp_run.json", "optimizer.pt", "scheduler.pt"]
+FILES += ["rng_state.pth", "trainer_state.json", "mrp_log_window.json", "mrp_manifest.json"]
 
 
-@pytest.mark.parametrize("lost", [*FILES, "rng_state.pth", "trainer_state.json"])
+@pytest.mark.parametrize("lost", FILES)
 def test_checkpoint_that_lacks_a_file_is_skipped_or_refused_by_name(project, tmp_path, lost, caplog):
     main([project(max_steps=4)])
     folder = tmp_path / "run"
@@ -50,45 +60,374 @@ def test_checkpoint_that_lacks_a_file_is_skipped_or_refused_by_name(project, tmp
         main([project(max_steps=4, resume_from_checkpoint=str(folder / "checkpoint-4"))])
 
 
-def test_checkpoint_whose_last_file_was_cut_short_is_skipped(project, tmp_path):
+def test_damage_of_every_kind_to_every_file_is_named_and_passed_over(project, tmp_path, caplog):
+    """A checkpoint whose optimizer was cut short or whose head was half zeroed used to be resumed from.
+
+    The last byte of a JSON file is a line feed, which only its checksum misses.
+    """
     main([project(max_steps=4)])
-    state = tmp_path / "run" / "checkpoint-4" / "trainer_state.json"
-    state.write_text(state.read_text()[:100])
-    assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-2")
+    newest = tmp_path / "run" / "checkpoint-4"
+    assert {path.name for path in newest.iterdir()} > set(FILES)
+    for path, kind in itertools.product(sorted(newest.iterdir()), DAMAGE):
+        if (path.name, kind) == ("mrp_manifest.json", "cut by a byte"):
+            continue
+        content = path.read_bytes()
+        caplog.clear()
+        damage(path, kind)
+        assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-2"), (path.name, kind)
+        assert path.name in caplog.text
+        path.write_bytes(content)
+    assert last_checkpoint(tmp_path / "run") == str(newest)
+
+
+@pytest.mark.parametrize("lost", ["optimizer.pt", "mrp_head.safetensors"])
+def test_run_goes_on_from_the_checkpoint_before_a_damaged_one(project, tmp_path, lost):
+    main([project(max_steps=4)])
     whole = head(tmp_path / "run")
+    unfinish(tmp_path / "run")
+    damage(tmp_path / "run" / "checkpoint-4" / lost, "second half zeroed")
     main([project(max_steps=4, resume_from_checkpoint="auto")])
     assert same(head(tmp_path / "run"), whole)
     assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-4")
 
 
-def test_checkpoint_half_written_over_an_older_one_counts_as_incomplete(project, tmp_path, monkeypatch):
+def test_run_whose_checkpoints_are_all_damaged_is_not_started_over_unasked(project, tmp_path):
     main([project(max_steps=2)])
+    unfinish(tmp_path / "run")
+    damage(tmp_path / "run" / "checkpoint-2" / "optimizer.pt", "emptied")
+    before = snapshot(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"holds checkpoint-2 .*overwrite_output_dir"):
+        main([project(max_steps=2, resume_from_checkpoint="auto")])
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_checkpoint_that_was_never_finished_is_replaced(project, tmp_path, monkeypatch):
+    """Killed in its very first save, a run leaves nothing to resume from: `auto` starts from the beginning."""
 
     def killed(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mrp_trainer.mrp_trainer.MRPTrainer._save_optimizer_and_scheduler", killed)
-    with pytest.raises(KeyboardInterrupt):
-        main([project(max_steps=2, seed=7)])
+    with monkeypatch.context() as patch:
+        patch.setattr("mrp_trainer.mrp_trainer.MRPTrainer._save_optimizer_and_scheduler", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main([project(max_steps=2)])
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
     assert last_checkpoint(tmp_path / "run") is None
+    main([project(max_steps=2, resume_from_checkpoint="auto")])
+    main([project("whole", max_steps=2)])
+    assert same(head(tmp_path / "run"), head(tmp_path / "whole"))
+
+
+def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(project, tmp_path):
+    """A child process saves a checkpoint over an unfinished one and dies at the n-th file operation, for every n.
+
+    Before the checksums are written the older checkpoint is the last one, from then on the new one. Only one is kept,
+    so the older one must not be deleted before.
+    """
+    trainer = build_trainer(*parse_arguments([project(max_steps=4, save_total_limit=1)]))
+    trainer.train()
+    output, kept = tmp_path / "run", tmp_path / "kept"
+    (output / "checkpoint-4").rename(output / "checkpoint-2")
+    state = json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())
+    (output / "checkpoint-4").mkdir()
+    (output / "checkpoint-4" / "optimizer.pt").write_text("left by a save that was killed")
+    shutil.copytree(output, kept)
+    assert state["global_step"] == 4
+    found = []
+    for operation in itertools.count(1):
+        shutil.rmtree(output)
+        shutil.copytree(kept, output)
+        child = os.fork()
+        if child == 0:
+            die_at_file_operation(operation, output)
+            trainer._save_checkpoint(trainer.model, None)
+            os._exit(0)
+        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+        found.append(last_checkpoint(output))
+        if not killed:
+            break
+    old, new = str(output / "checkpoint-2"), str(output / "checkpoint-4")
+    assert operation > 30
+    assert found == sorted(found, key=[old, new].index)
+    assert {old, new} == set(found)
+    assert checkpoints(output) == ["checkpoint-4"]
+
+
+def die_at_file_operation(number, folder):
+    """Kill this process at the n-th time that it opens, renames or removes something in the folder."""
+    operations = itertools.count(1)
+    watched = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
+
+    def watch(event, arguments):
+        if event in watched and str(folder) in str(arguments[0]) and next(operations) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
 
 
 CHANGES = [
-    ({"per_device_train_batch_size": 2}, "rows per step .* was 4 and is 2"),
-    ({"gradient_accumulation_steps": 2}, "rows per step .* was 4 and is 8"),
-    ({"seed": 1}, "seed was 42 and is 1"),
-    ({"muon_learning_rate": 0.02}, "Muon .* was False and is True"),
-    ({"train_data": "fewer.jsonl"}, "rows of train_data was 25 and is 5"),
+    ({"per_device_train_batch_size": 2}, r"rows per step .*: 4 -> 2"),
+    ({"gradient_accumulation_steps": 2}, r"rows per step .*: 4 -> 8"),
+    ({"seed": 1}, "seed: 42 -> 1"),
+    ({"data_seed": 1}, "data_seed: null -> 1"),
+    ({"muon_learning_rate": 0.02}, r"Muon .*: false -> true"),
+    ({"train_data": "fewer.jsonl"}, "rows of train_data: 25 -> 5"),
+    ({"train_data": "other.jsonl"}, r"contents of train_data: \w{12}\.\.\. -> \w{12}\.\.\."),
+    ({"sequence_length": 17}, "sequence_length: 16 -> 17"),
+    ({"packing": True}, "packing: false -> true"),
+    ({"unroll_steps": 1}, "unroll_steps: 2 -> 1"),
+    ({"reveal": "confident"}, "reveal: random -> confident"),
+    ({"reveal_counts": [1, 2]}, r"reveal_counts: \[1\] -> \[1, 2\]"),
+    ({"noise_eps": 0.1}, r"noise_eps: 0\.001 -> 0\.1"),
+    ({"noise_per_block": True}, "noise_per_block: false -> true"),
+    ({"choice_weight": 0.1}, r"choice_weight: 0\.0 -> 0\.1"),
+    ({"kl_temperature": 2.0}, r"kl_temperature: 1\.0 -> 2\.0"),
+    ({"divergence": "total_variation"}, "divergence: kl -> total_variation"),
+    ({"optim": "sgd"}, r"optim: adamw\w* -> sgd"),
+    ({"head_init": "backbone_layers"}, "head_init: fresh -> backbone_layers"),
+    ({"dataloader_drop_last": True}, "dataloader_drop_last: false -> true"),
+    ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy: random -> sequential"),
+    ({"bf16": True}, "bf16: false -> true"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), CHANGES, ids=lambda value: next(iter(value), None))
-def test_run_with_other_settings_is_not_resumed(project, tmp_path, monkeypatch, change, message):
+def test_change_of_what_shapes_a_run_is_refused_by_name_with_both_values(project, tmp_path, monkeypatch):
+    """All of these but the first six used to be accepted in silence, and the run went on with a mixture."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "fewer.jsonl").write_text("".join((tmp_path / "data.jsonl").read_text().splitlines(True)[:5]))
+    lines = (tmp_path / "data.jsonl").read_text().splitlines(True)
+    (tmp_path / "fewer.jsonl").write_text("".join(lines[:5]))
+    (tmp_path / "other.jsonl").write_text("".join([*lines[:-1], lines[0]]))
     main([project(max_steps=2)])
-    with pytest.raises(ValueError, match=message):
-        main([project(max_steps=4, resume_from_checkpoint="auto", **change)])
+    unfinish(tmp_path / "run")
+    before = snapshot(tmp_path / "run")
+    for change, message in CHANGES:
+        for allowed in (False, True):
+            with pytest.raises(ValueError, match=message):
+                main(
+                    [project(resume_from_checkpoint="auto", resume_with_changes=allowed, **{"max_steps": 2} | change)]
+                )
+    assert snapshot(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"shuffle_buffer": 5}, {"train_data": "other.jsonl"}, {"dataloader_num_workers": 1}],
+    ids=lambda change: next(iter(change)),
+)
+def test_stream_of_another_source_or_order_is_not_resumed(project, tmp_path, monkeypatch, change):
+    monkeypatch.chdir(tmp_path)
+    lines = (tmp_path / "data.jsonl").read_text().splitlines(True)
+    (tmp_path / "other.jsonl").write_text("".join([*lines[:-1], lines[0]]))
+    main([project(max_steps=2, streaming=True)])
+    with pytest.raises(ValueError, match=f"{next(iter(change))}.*: .* -> "):
+        main([project(max_steps=4, streaming=True, resume_from_checkpoint="auto", resume_with_changes=True, **change)])
+
+
+def test_data_may_move_and_be_split_over_batches_otherwise(project, tmp_path):
+    """Neither is a change: contents and rows per step stay the same."""
+    main([project(max_steps=4)])
+    (tmp_path / "data.jsonl").rename(tmp_path / "moved.jsonl")
+    options = {"train_data": str(tmp_path / "moved.jsonl"), "per_device_train_batch_size": 1}
+    options |= {"gradient_accumulation_steps": 4, "report_to": "none", "dataloader_num_workers": 1}
+    assert main([project(max_steps=4, resume_from_checkpoint="auto", **options)]) == 0
+
+
+ALLOWED = [
+    ({"max_steps": 4}, "max_steps: 2 -> 4"),
+    ({"learning_rate": 1e-4}, "learning_rate: 0.001 -> 0.0001"),
+    ({"lr_scheduler_type": "linear"}, "lr_scheduler_type: cosine_with_min_lr -> linear"),
+    ({"weight_decay": 0.1}, "weight_decay: 0.0 -> 0.1"),
+    ({"logging_steps": 2}, "logging_steps: 1 -> 2"),
+    ({"save_steps": 1}, "save_steps: 2 -> 1"),
+    ({"max_grad_norm": 0.5}, "max_grad_norm: 1.0 -> 0.5"),
+]
+
+
+def test_change_that_can_be_applied_is_refused_unless_it_is_asked_for(project, tmp_path):
+    main([project(max_steps=2)])
+    before = snapshot(tmp_path / "run")
+    for change, message in ALLOWED:
+        with pytest.raises(ValueError, match=f"{message}.*resume_with_changes"):
+            main([project(resume_from_checkpoint="auto", **{"max_steps": 2} | change)])
+    assert snapshot(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("options", [{}, {"streaming": True}, {"muon_learning_rate": 0.02}])
+@pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup"])
+def test_finished_run_with_more_steps_becomes_the_longer_run(project, tmp_path, options, schedule):
+    """Bit for bit under a schedule that does not know its end; under others the first steps had another rate."""
+    options = options | {"lr_scheduler_type": schedule, "warmup_steps": 4, "lr_scheduler_kwargs": {}}
+    main([project("long", max_steps=9, **options)])
+    main([project(max_steps=3, **options)])
+    main([project(max_steps=9, resume_from_checkpoint="auto", resume_with_changes=True, **options)])
+    assert same(head(tmp_path / "run"), head(tmp_path / "long"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "long")
+
+
+@pytest.mark.parametrize("muon", [None, 0.02])
+def test_changed_learning_rate_and_length_give_the_new_schedule(project, tmp_path, muon):
+    """The old learning rate was kept, and the head came out as if nothing had been changed.
+
+    Step s, counted from 0, of a linear schedule over N steps has the learning rate peak * (1 - s / N).
+    """
+    options = {"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {}, "muon_learning_rate": muon}
+    main([project(max_steps=4, **options)])
+    resume = {"resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-2"), "resume_with_changes": True}
+    changed = {"learning_rate": 5e-4, "max_steps": 8, "weight_decay": 0.1} | (
+        {"muon_learning_rate": 0.01} if muon else {}
+    )
+    trainer = build_trainer(*parse_arguments([project("changed", **options | changed | resume)]))
+    trainer.train(resume_from_checkpoint=resume["resume_from_checkpoint"])
+    peak = 0.01 if muon else 5e-4  # the first group of parameters is logged
+    rates = {log["step"]: log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log}
+    old = {step: (muon or 1e-3) * (1 - (step - 1) / 4) for step in (1, 2)}
+    assert rates == pytest.approx(old | {step: peak * (1 - (step - 1) / 8) for step in range(3, 9)})
+    assert max(group["weight_decay"] for group in trainer.optimizer.param_groups) == 0.1
+    assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == ({5e-4, 0.01} if muon else {5e-4})
+
+
+@pytest.mark.parametrize("muon", [None, 0.02])
+def test_learning_rate_changed_to_zero_keeps_the_head_of_the_checkpoint(project, tmp_path, muon):
+    main([project(max_steps=4, muon_learning_rate=muon)])
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    options = {"learning_rate": 0.0, "muon_learning_rate": muon and 1e-30, "lr_scheduler_type": "constant"}
+    resume = {"resume_from_checkpoint": str(checkpoint), "resume_with_changes": True, "lr_scheduler_kwargs": {}}
+    main([project("still", max_steps=4, **options, **resume)])
+    assert same(head(tmp_path / "still"), head(checkpoint))
+    assert not same(head(tmp_path / "run"), head(checkpoint))
+
+
+def test_changed_run_is_another_run_that_a_kill_does_not_undo(project, tmp_path):
+    """After a change at step 2, the checkpoint of step 4 in the same folder has the old learning rate."""
+    main([project(max_steps=4)])
+    changed = {"max_steps": 4, "learning_rate": 1e-2}
+    resume = {"resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-2"), "resume_with_changes": True}
+    main([project("whole", **changed | resume)])
+    trainer = build_trainer(*parse_arguments([project(**changed | resume)]))
+    trainer._begin_run(resume["resume_from_checkpoint"])  # killed before the next checkpoint
+    assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-2")
+    main([project(**changed | {"resume_from_checkpoint": "auto"})])
+    assert same(head(tmp_path / "run"), head(tmp_path / "whole"))
+
+
+def test_schedule_that_follows_the_loss_cannot_be_changed(project, tmp_path):
+    options = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {}, "eval_steps": 1}
+    write_data(tmp_path / "held-out.jsonl", [{"prompt": "what is one", "completion": "so one . two"}])
+    options |= {"eval_data": str(tmp_path / "held-out.jsonl"), "decode_prompts": 0, "eval_strategy": "steps"}
+    main([project(max_steps=2, **options)])
+    with pytest.raises(ValueError, match=r"resume_with_changes cannot .* reduce_lr_on_plateau"):
+        main([project(max_steps=4, resume_from_checkpoint="auto", resume_with_changes=True, **options)])
+
+
+def test_changed_run_cannot_end_before_its_checkpoint(project, tmp_path):
+    main([project(max_steps=4)])
+    with pytest.raises(ValueError, match="max_steps 3 ends after step 3, but .* is at step 4"):
+        main([project(max_steps=3, resume_from_checkpoint="auto", resume_with_changes=True)])
+    main([project("epochs", max_steps=-1, num_train_epochs=2)])
+    options = {"max_steps": -1, "num_train_epochs": 1, "resume_with_changes": True}
+    with pytest.raises(ValueError, match="num_train_epochs 1.* ends after step 7, but .* is at step 14"):
+        main([project("epochs", resume_from_checkpoint="auto", **options)])
+
+
+def test_checkpoints_of_an_older_run_are_never_resumed_from(project, tmp_path, caplog):
+    main([project(max_steps=4)])
+    main([project("older", max_steps=6)])
+    shutil.copytree(tmp_path / "older" / "checkpoint-6", tmp_path / "run" / "checkpoint-6")
+    assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-4")
+    assert "checkpoint-6 belongs to another run" in caplog.text
+    with pytest.raises(ValueError, match="checkpoint-6 belongs to an older run"):
+        main([project(max_steps=6, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-6"))])
+
+
+@pytest.mark.parametrize("options", [{}, {"save_strategy": "no"}], ids=["checkpoints", "only a head"])
+def test_new_run_in_the_folder_of_another_is_refused_unless_told_to_overwrite(project, tmp_path, options):
+    """A run without resume_from_checkpoint used to overwrite checkpoint after checkpoint of the run before it."""
+    main([project(max_steps=4, **options)])
+    before = snapshot(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"output_dir .*run holds .* of another run: .*overwrite_output_dir"):
+        main([project(max_steps=2, seed=7, **options)])
+    assert snapshot(tmp_path / "run") == before
+    with pytest.raises(ValueError, match="set resume_from_checkpoint to none"):
+        main([project(max_steps=2, overwrite_output_dir=True, resume_from_checkpoint="auto", **options)])
+    assert snapshot(tmp_path / "run") == before
+    main([project(max_steps=2, seed=7, overwrite_output_dir=True, **options)])
+    main([project("alone", max_steps=2, seed=7, **options)])
+    assert same(head(tmp_path / "run"), head(tmp_path / "alone"))
+    assert checkpoints(tmp_path / "run") == checkpoints(tmp_path / "alone")
+
+
+def test_checkpoint_of_another_folder_is_not_resumed_into_a_folder_that_holds_a_run(project, tmp_path):
+    main([project(max_steps=2)])
+    main([project("other", max_steps=2, seed=7)])
+    resume = {"max_steps": 2, "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-2")}
+    with pytest.raises(ValueError, match="holds checkpoint-2 of another run than"):
+        main([project("other", **resume)])
+    main([project("other", overwrite_output_dir=True, **resume)])
+    assert same(head(tmp_path / "other"), head(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("resume", ["auto", "checkpoint-2"])
+def test_resuming_a_finished_run_says_so_and_touches_nothing(project, tmp_path, capsys, resume):
+    main([project(max_steps=4)])
+    folder = tmp_path / "run"
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    resume = resume if resume == "auto" else str(folder / resume)
+    assert main([project(max_steps=4, resume_from_checkpoint=resume)]) == 0
+    assert "is finished: nothing to do" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_damaged_head_of_a_finished_run_is_written_again(project, tmp_path):
+    main([project(max_steps=4)])
+    path = tmp_path / "run" / "mrp_head.safetensors"
+    whole = path.read_bytes()
+    damage(path, "second half zeroed")
+    main([project(max_steps=4, resume_from_checkpoint="auto")])
+    assert path.read_bytes() == whole
+
+
+WINDOWS = [
+    {},
+    {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    {"streaming": True},
+    {"muon_learning_rate": 0.02},
+    {"lora_rank": 2, "head_init": "backbone_layers", "lora_dropout": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", WINDOWS, ids=lambda options: next(iter(options), "plain"))
+def test_first_log_after_a_resume_covers_the_same_steps(project, tmp_path, options):
+    """The losses of the steps between the last log and the checkpoint were lost: the mean was over fewer steps.
+
+    Logs after steps 3, 6, 9 and 12; checkpoints in between; epochs end after steps 7 and 14 of this run of 14.
+    """
+    options = options | {"max_steps": 14, "save_steps": 1, "logging_steps": 3}
+    main([project("whole", **options)])
+    for stop in (2, 7, 13):
+        resume = str(tmp_path / "whole" / f"checkpoint-{stop}")
+        main([project(f"from-{stop}", resume_from_checkpoint=resume, **options)])
+        assert losses(tmp_path / f"from-{stop}") == losses(tmp_path / "whole")
+        means = [logs(tmp_path / name)[-1]["train_loss"] for name in ("whole", f"from-{stop}")]
+        assert means[0] == means[1]
+
+
+def test_log_after_a_resume_is_the_mean_of_its_steps(project, tmp_path):
+    """The same run logged after every step gives the terms of the mean."""
+    main([project("each", max_steps=6)])
+    each = losses(tmp_path / "each")
+    main([project("whole", max_steps=6, logging_steps=5)])
+    resume = str(tmp_path / "whole" / "checkpoint-4")
+    main([project("resumed", max_steps=6, logging_steps=5, resume_from_checkpoint=resume)])
+    assert losses(tmp_path / "resumed")[5] == pytest.approx(sum(each[step] for step in range(1, 6)) / 5, rel=1e-6)
+
+
+def test_changed_steps_between_logs_and_checkpoints_take_effect(project, tmp_path):
+    """They were taken from the checkpoint, whatever the options said."""
+    main([project(max_steps=2)])
+    change = {"max_steps": 8, "logging_steps": 3, "save_steps": 4}
+    main([project(resume_from_checkpoint="auto", resume_with_changes=True, **change)])
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 6]
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2", "checkpoint-4", "checkpoint-8"]
 
 
 def test_run_resumes_with_its_step_cut_into_smaller_batches(project, tmp_path):
@@ -174,3 +513,68 @@ def test_two_processes_equal_one_where_the_last_batch_is_not_full(project, tmp_p
         assert {name: other[name] for name in other if name not in timed} == pytest.approx(
             {name: log[name] for name in log if name not in timed}, rel=1e-4, abs=1e-6
         )
+
+
+@pytest.mark.slow
+def test_two_processes_resume_bit_exactly_with_the_same_logs(project, tmp_path):
+    options = {"max_steps": 6, "logging_steps": 4, "ddp_backend": "gloo", "per_device_train_batch_size": 2}
+    run(*ON_TWO, project("whole", **options))
+    resume = str(tmp_path / "whole" / "checkpoint-2")
+    run(*ON_TWO, project("resumed", resume_from_checkpoint=resume, **options))
+    assert same(head(tmp_path / "resumed"), head(tmp_path / "whole"))
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
+    alone = options | {"per_device_train_batch_size": 4}
+    main([project("alone", resume_from_checkpoint=resume, **alone)])
+    assert losses(tmp_path / "alone") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    config = project("whole", resume_from_checkpoint="auto", **options)
+    before = snapshot(tmp_path / "whole")
+    run(*ON_TWO, config)  # finished
+    assert snapshot(tmp_path / "whole") == before
+    refused = subprocess.run([*ON_TWO, config, "--seed", "1"], env=ENVIRONMENT, capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "seed: 42 -> 1" in refused.stderr
+
+
+@pytest.mark.slow
+def test_run_that_is_killed_again_and_again_ends_with_the_same_head(project, tmp_path):
+    """SIGKILL at random moments of a run that saves after every step and keeps one checkpoint."""
+    options = {"max_steps": 300, "save_steps": 1, "save_total_limit": 1, "logging_steps": 7}
+    run(*TRAIN, project("whole", **options))
+    config = project("killed", resume_from_checkpoint="auto", **options)
+    moments = random.Random(0)
+    for _ in range(6):
+        before = step_of_last(tmp_path / "killed")
+        process = subprocess.Popen([*TRAIN, config], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+        while process.poll() is None and step_of_last(tmp_path / "killed") <= before:
+            time.sleep(0.01)
+        time.sleep(moments.random() / 2)
+        process.kill()
+        process.wait()
+        assert last_checkpoint(tmp_path / "killed") is not None
+    run(*TRAIN, config)
+    assert same(head(tmp_path / "killed"), head(tmp_path / "whole"))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def step_of_last(folder):
+    steps = [int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")]
+    return max(steps, default=0)
+
+
+@pytest.mark.slow
+def test_interrupted_run_resumes_to_the_head_of_an_uninterrupted_one(project, tmp_path):
+    """^C within a window of logs, at whatever step it arrives."""
+    options = {"max_steps": 40, "save_steps": 50, "logging_steps": 9}
+    main([project("whole", **options)])
+    config = project("cut", resume_from_checkpoint="auto", **options)
+    process = subprocess.Popen([*TRAIN, config], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    while "loss" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    [checkpoint] = (tmp_path / "cut").glob("checkpoint-*")
+    assert fault_of(checkpoint) is None
+    main([config])
+    assert same(head(tmp_path / "cut"), head(tmp_path / "whole"))
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")

@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotat
 
 from .checkpoints.durable import seal, staged, unseal, write_text
 from .checkpoints.head_files import HEAD_CONFIG, HEAD_WEIGHTS, check_head_fits, load_head, save_head
-from .checkpoints.resume import LOG_WINDOW, check_settings, last_checkpoint, resume_run, start_run
+from .checkpoints.resume import LOG_WINDOW, check_settings, fault_of, last_checkpoint, owned, resume_run, start_run
 from .checkpoints.run_record import RunRecord, read_record
 from .checkpoints.run_settings import OPTIMIZER_SETTINGS, differences, run_settings
 from .checkpoints.sharded import whole_state
@@ -65,23 +65,29 @@ class HeadCheckpoints(Trainer):
         finally:
             self.remove_callback(progress)
 
-    def is_finished(self) -> bool:
+    def is_finished(self, checkpoint: str | None = None) -> bool:
         """Return whether the output folder holds the finished head of this very run.
+
+        Args:
+            checkpoint: the checkpoint that the run is to resume from. If it is damaged or of another run, the answer
+                is no, and `train` will say so.
 
         Raises:
             ValueError: if it holds the head of a run with other settings, or of another backbone.
         """
-        return self._on_main_process(self._finds_finished_run)
+        return self._on_main_process(lambda: self._finds_finished_run(checkpoint))
 
     def finish_run(self) -> None:
         """Record that the run has finished. Call it after the final head was saved to the output folder."""
         if self.args.should_save and self._run is not None:
             self._run.write_finished(self.args.output_dir)
 
-    def _finds_finished_run(self) -> bool:
+    def _finds_finished_run(self, checkpoint: str | None) -> bool:
         folder = self.args.output_dir
         record = read_record(folder)
         if self.args.overwrite_output_dir or record is None or not record.is_finished_in(folder):
+            return False
+        if checkpoint is not None and (fault_of(checkpoint) or not owned(record, checkpoint)):
             return False
         settings = self._settings()
         check_head_fits(self.model, folder, self._backbone_identity)

@@ -77,7 +77,8 @@ def train(argv: list[str]) -> int:
     show_log_lines(logging.INFO if args.process_index == 0 else logging.WARNING)
     resume = resuming(args)
     trainer = build_trainer(model_args, data_args, args)
-    if resume and trainer.is_finished():
+    checkpoint = checkpoint_to_resume(args)
+    if resume and trainer.is_finished(checkpoint):
         logger.info(
             "the run in %s is finished: nothing to do. More steps: raise max_steps or num_train_epochs and pass "
             "resume_with_changes",
@@ -88,7 +89,7 @@ def train(argv: list[str]) -> int:
     report_memory(trainer, data_args.sequence_length)
     interrupt = SaveOnInterrupt()
     trainer.add_callback(interrupt)
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
     if interrupt.requested.is_set():
