@@ -1,7 +1,7 @@
 """The hash of a data set depends on its rows alone."""
 
 import pytest
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, List, Value, concatenate_datasets
 
 from mrp_trainer.data.content_hash import content_hash
 
@@ -16,7 +16,7 @@ def test_order_of_storage_and_dtype_do_not_matter():
     whole = Dataset.from_list(ROWS)
     parts = concatenate_datasets([Dataset.from_list(ROWS[:700]), Dataset.from_list(ROWS[700:])])
     picked = Dataset.from_list(ROWS[::-1]).select(range(len(ROWS) - 1, -1, -1))
-    narrow = whole.cast_column("answer_mask", [{"dtype": "int8", "_type": "Value"}])
+    narrow = whole.cast_column("answer_mask", List(Value("int8")))
     assert len({content_hash(rows) for rows in (whole, parts, picked, narrow)}) == 1
 
 

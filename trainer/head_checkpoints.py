@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
@@ -247,11 +246,6 @@ class HeadCheckpoints(Trainer):
         """Make the schedule of the current settings, and go to the place where it is after `step` steps."""
         self.lr_scheduler = None
         scheduler = self.create_scheduler(num_training_steps=self.state.max_steps)
-        if not isinstance(scheduler, LambdaLR):
-            raise ValueError(
-                f"resume_with_changes cannot change the optimizer's settings under lr_scheduler_type "
-                f"{self.args.lr_scheduler_type}, whose learning rate does not depend on the step alone"
-            )
         scheduler.last_epoch = step - 1
         with warnings.catch_warnings():  # torch expects a step of the optimizer before one of the scheduler
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)`")

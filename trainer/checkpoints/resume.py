@@ -13,7 +13,7 @@ from transformers.utils import logging
 from .durable import MANIFEST, damaged_files, unseal
 from .head_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, HEAD_CONFIG, HEAD_WEIGHTS
 from .run_record import HEAD_FILES, RUN_FILE, RunRecord, read_record
-from .run_settings import CHANGEABLE, differences, listed
+from .run_settings import CHANGEABLE, METRIC_SCHEDULES, OPTIMIZER_SETTINGS, differences, listed
 
 logger = logging.get_logger(__name__)
 
@@ -150,6 +150,12 @@ def check_settings(source: str | Path, old: dict[str, Any], new: dict[str, Any],
         raise ValueError(
             f"resume_with_changes does not allow these changes, since {source} was trained with the old value: "
             f"{listed(fixed)}. Restore them, or {_new_run(source)}"
+        )
+    schedule = new["lr_scheduler_type"]
+    if changes and schedule in METRIC_SCHEDULES and changed.keys() & set(OPTIMIZER_SETTINGS):
+        raise ValueError(
+            f"resume_with_changes cannot change the optimizer under lr_scheduler_type {schedule}, whose learning rate "
+            f"follows the loss: {listed(changed)}. Restore them, or {_new_run(source)}"
         )
     if changed and not changes:
         advice = "" if fixed else "pass resume_with_changes to apply the new values, "

@@ -43,6 +43,8 @@ CHANGEABLE = OPTIMIZER_SETTINGS + _names("""
     activation_checkpointing activation_checkpointing_kwargs attn_implementation kl_chunk_rows kl_backend tf32
     torch_compile torch_compile_backend torch_compile_mode
 """)
+# Schedules that follow the loss. Where they are after a number of steps cannot be told from the options.
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 ROWS_PER_STEP = "rows per step (per_device_train_batch_size * gradient_accumulation_steps * processes)"
 
 
