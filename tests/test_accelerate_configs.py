@@ -13,7 +13,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from conftest import NUMBERS
-from train_runs import ENVIRONMENT, ROOT, head, logs, write_data
+from train_runs import ENVIRONMENT, ROOT, head, logs, losses, write_data
 
 from modeling_mrp import MRPForDiffusionLM
 from mrp_trainer.checkpoints.head_files import load_head
@@ -83,7 +83,7 @@ def test_two_processes_of_the_ddp_config_train_one_head(config, tmp_path):
         torch.testing.assert_close(two[tensor], one[tensor], rtol=1e-4, atol=1e-6)
 
 
-FOUR_STEPS = {"learning_rate": 0.01, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+FOUR_STEPS = {"learning_rate": 0.01, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
 EVALUATION = {"eval_steps": 4, "decode_new_tokens": 4, "reveal": "confident"}
 RECIPE = {
     "backbone_dtype": "bfloat16",
@@ -129,6 +129,8 @@ def test_fsdp2_config_trains_the_head_of_one_process_and_resumes_it(config, tmp_
         main([config(f"{name}-onward", **shared[name], **alone, **resume[name])])
         two = head(tmp_path / name)
         assert all(torch.equal(head(tmp_path / f"{name}-resumed")[tensor], two[tensor]) for tensor in two)
+        assert losses(tmp_path / f"{name}-resumed") == losses(tmp_path / name)
+        assert sorted(losses(tmp_path / name)) == [3]  # the mean of steps on both sides of the checkpoint
         for other in ("alone", "onward"):
             one = head(tmp_path / f"{name}-{other}")
             assert one.keys() == two.keys()

@@ -1,5 +1,7 @@
 """Heads saved on their own and loaded onto their backbone."""
 
+import json
+
 import pytest
 import torch
 from golden_checkpoints import BLOCK4, golden_step, plain_sdar
@@ -63,6 +65,31 @@ def test_a_head_that_does_not_fit_is_refused_by_name(tmp_path, tiny_model):
         load_head(tiny_model(), tmp_path)
     with pytest.raises(ValueError, match="no head to save"):
         save_head(tiny_model(num_mrp_layers=0), tmp_path / "none")
+
+
+def test_head_whose_weights_were_damaged_is_refused(tmp_path, tiny_model):
+    """A file whose second half a lost write had zeroed has the right tensors and used to load."""
+    save_head(tiny_model(), tmp_path / "head")
+    path = tmp_path / "head" / "mrp_head.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
+    with pytest.raises(ValueError, match=r"mrp_head\.safetensors is damaged"):
+        load_head(tiny_model(), tmp_path / "head")
+    config = tmp_path / "head" / "mrp_head_config.json"
+    values = json.loads(config.read_text())
+    del values["weights_sha256"]  # as heads of older versions, which load unchecked
+    config.write_text(json.dumps(values))
+    load_head(tiny_model(), tmp_path / "head")
+
+
+def test_head_that_cannot_be_saved_leaves_the_old_one(tmp_path, tiny_model, monkeypatch):
+    save_head(tiny_model(), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError("no space left on device")))
+        with pytest.raises(OSError, match="no space left"):
+            save_head(tiny_model(seed=1), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_trained_head_merges_into_a_self_contained_folder(tmp_path):

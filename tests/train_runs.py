@@ -39,3 +39,13 @@ def losses(folder) -> dict[int, float]:
 
 def write_data(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def checkpoints(folder) -> list[str]:
+    return sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+
+
+def unfinish(folder):
+    """Leave a finished run as it was before its last file was written."""
+    path = Path(folder) / "mrp_run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"finished": None}))

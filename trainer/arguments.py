@@ -136,7 +136,16 @@ class MRPTrainingArguments(TrainingArguments):
     )
     eval_steps: float | None = option(None, "Number of steps between evaluations of eval_data; default: save_steps.")
     resume_from_checkpoint: str | None = option(
-        None, "Checkpoint folder to resume from; auto resumes from the last complete checkpoint in output_dir, if any."
+        None,
+        "Checkpoint folder to resume from; auto resumes the run in output_dir from its last whole checkpoint, if any.",
+    )
+    resume_with_changes: bool = option(
+        False,
+        "Allow a resumed run to change its length, its learning rate, schedule and weight decay, and what is logged, "
+        "evaluated and saved. Data, seed, loss, noise and model must stay.",
+    )
+    overwrite_output_dir: bool = option(
+        False, "Start a new run in an output_dir that holds another one: its checkpoints and its head are deleted."
     )
     logging_nan_inf_filter: bool = option(False, "Must stay false: a loss that is not finite is never hidden.")
     remove_unused_columns: bool = field(default=False, metadata={"help": SUPPRESS})  # the collator needs its columns

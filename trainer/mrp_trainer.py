@@ -40,7 +40,6 @@ from modeling_mrp import MRPForDiffusionLM
 
 from .arguments import MRPTrainingArguments
 from .checkpoints.head_files import backbone_identity
-from .checkpoints.resume import check_resumable, last_checkpoint, run_settings
 from .checkpoints.sharded import gathered, shard_optimizer_state
 from .confident_reveal import NO_LOGITS, reveal_most_confident
 from .console import HeadProgress
@@ -82,6 +81,8 @@ class MRPTrainer(FiniteSteps):
         processing_class: the tokenizer. Required for raw data.
         sequence_length: tokens per row. None pads each batch to its longest row (raw data: rows of up to 1024 tokens).
         callbacks: further callbacks.
+        recorded_settings: further settings, by name, that shape the result of the run: with others it cannot be
+            resumed.
         **kwargs: further arguments of `Trainer`.
 
     Checkpoints hold the head, the optimizer and the state of the training, never the backbone. Loading one onto
@@ -101,6 +102,7 @@ class MRPTrainer(FiniteSteps):
         processing_class: PreTrainedTokenizerBase | None = None,
         sequence_length: int | None = None,
         callbacks: list[TrainerCallback] | None = None,
+        recorded_settings: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
         args = MRPTrainingArguments() if args is None else args
@@ -133,6 +135,7 @@ class MRPTrainer(FiniteSteps):
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(HeadProgress)
+        self._recorded_settings = recorded_settings or {}
         self.model_accepts_loss_kwargs = True  # the loss is already divided by that of the whole optimizer step
         self._training_metrics = HeadMetrics.zeros(args.unroll_steps, args.device)
         self._refused_prompts: Counter[str] = Counter()  # those that a warning has named
@@ -163,19 +166,15 @@ class MRPTrainer(FiniteSteps):
         The head is written to `output_dir` before that is measured; `save_model` writes it again with the record.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder, or True for the last complete one in `output_dir`.
+            resume_from_checkpoint: a checkpoint folder, or True for the last whole one of the run in `output_dir`.
             **kwargs: further arguments of `Trainer.train`.
 
         Raises:
-            ValueError: if the checkpoint is incomplete, of another backbone, or of a run with other settings; or if a
-                data set does not fill one batch and `dataloader_drop_last` is set.
+            ValueError: if the output folder holds another run; if the checkpoint is damaged, of another run or
+                backbone, or of a run with other settings; or if a data set does not fill one batch and
+                `dataloader_drop_last` is set.
             NonFiniteError: see `FiniteSteps.train`.
         """
-        if resume_from_checkpoint is True:
-            # Where there is none, transformers raises an error that names the folder.
-            resume_from_checkpoint = last_checkpoint(self.args.output_dir) or True
-        if isinstance(resume_from_checkpoint, str | Path):
-            check_resumable(resume_from_checkpoint, run_settings(self.args, length_of(self.train_dataset)))
         self._check_data()
         model = self.accelerator.unwrap_model(self.model)
         model.config.trained_acceptance = None

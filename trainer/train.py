@@ -35,6 +35,7 @@ from .checkpoints.resume import last_checkpoint
 from .data.rows import is_streamed, load_source, prepare_dataset
 from .memory import advice, estimate_memory, free_memory
 from .mrp_trainer import MRPTrainer
+from .recorded_settings import recorded_settings
 
 logger = logging.getLogger("mrp_trainer.train")  # not __name__, which is __main__ under torchrun
 
@@ -69,19 +70,32 @@ def train(argv: list[str]) -> int:
         The exit status: 0, or 130 if a signal stopped the run.
 
     Raises:
-        ValueError: if an option is unknown, missing or out of range, or if the data does not fit.
+        ValueError: if an option is unknown, missing or out of range, if the data does not fit, or if `output_dir`
+            holds another run.
     """
     model_args, data_args, args = parse_arguments(argv)
     show_log_lines(logging.INFO if args.process_index == 0 else logging.WARNING)
+    resume = resuming(args)
     trainer = build_trainer(model_args, data_args, args)
+    checkpoint = checkpoint_to_resume(args)
+    if resume and trainer.is_finished(checkpoint):
+        logger.info(
+            "the run in %s is finished: nothing to do. More steps: raise max_steps or num_train_epochs and pass "
+            "resume_with_changes",
+            args.output_dir,
+        )
+        return 0
     transformers_logging.set_verbosity_info()  # only now: loading would print every config
     report_memory(trainer, data_args.sequence_length)
     interrupt = SaveOnInterrupt()
     trainer.add_callback(interrupt)
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
-    return INTERRUPTED if interrupt.requested.is_set() else 0
+    if interrupt.requested.is_set():
+        return INTERRUPTED
+    trainer.finish_run()
+    return 0
 
 
 def show_log_lines(level: int) -> None:
@@ -110,6 +124,7 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: MR
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     tokenizer = load_tokenizer(model_args.base_model, model.config, revision=model_args.base_revision)
     train_rows, eval_rows = load_data(data_args, args, tokenizer)
+    settings = recorded_settings(model, model_args, data_args)
     if model_args.lora_rank is not None:
         model = lora_head(model, model_args.lora_rank, alpha=model_args.lora_alpha, dropout=model_args.lora_dropout)
     return MRPTrainer(
@@ -120,6 +135,7 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: MR
         processing_class=tokenizer,
         # Batches of a stream are concatenated across processes, so their rows must all have the same length.
         sequence_length=data_args.sequence_length if data_args.packing or data_args.streaming else None,
+        recorded_settings=settings,
     )
 
 
@@ -182,22 +198,41 @@ def prepared_rows(
     )
 
 
-def checkpoint_to_resume(args: MRPTrainingArguments) -> str | None:
-    """Return the checkpoint folder that `resume_from_checkpoint` means, or None to start from the beginning.
-
-    "auto" and "true" mean the last complete checkpoint in `output_dir`, if there is one.
+def resuming(args: MRPTrainingArguments) -> bool:
+    """Return whether an earlier run is to be resumed, if there is one.
 
     Raises:
-        ValueError: if it names a folder that does not exist.
+        ValueError: if `resume_from_checkpoint` names a folder that does not exist, or the options contradict each
+            other.
     """
     wanted = args.resume_from_checkpoint
     if wanted is None or str(wanted).lower() == "false":
-        return None
-    if str(wanted).lower() in ("auto", "true"):
-        return last_checkpoint(args.output_dir)
-    if not Path(wanted).is_dir():
+        return False
+    if not _automatic(args) and not Path(wanted).is_dir():
         raise ValueError(f"resume_from_checkpoint: there is no folder {wanted} (use auto for the last checkpoint)")
-    return str(wanted)
+    if _automatic(args) and args.overwrite_output_dir:
+        raise ValueError(
+            f"resume_from_checkpoint: {wanted} resumes the run in output_dir, which overwrite_output_dir deletes: set "
+            "resume_from_checkpoint to none to start a new run"
+        )
+    return True
+
+
+def _automatic(args: MRPTrainingArguments) -> bool:
+    return str(args.resume_from_checkpoint).lower() in ("auto", "true")
+
+
+def checkpoint_to_resume(args: MRPTrainingArguments) -> str | None:
+    """Return the checkpoint folder that `resume_from_checkpoint` means, or None to start from the beginning.
+
+    "auto" and "true" mean the last whole checkpoint of the run in `output_dir`, if there is one.
+
+    Raises:
+        ValueError: if it names a folder that does not exist, or contradicts another option.
+    """
+    if not resuming(args):
+        return None
+    return last_checkpoint(args.output_dir) if _automatic(args) else str(args.resume_from_checkpoint)
 
 
 def report_memory(trainer: MRPTrainer, sequence_length: int) -> None:

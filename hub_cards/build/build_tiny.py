@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from mrp_trainer import MRPTrainer, MRPTrainingArguments
 from mrp_trainer.checkpoints.cards import render_card
+from mrp_trainer.checkpoints.durable import write_text
 from mrp_trainer.checkpoints.head_files import load_head, save_head
 from mrp_trainer.checkpoints.resume import last_checkpoint
 from mrp_trainer.checkpoints.weight_files import backbone_hash
@@ -257,7 +258,7 @@ def write_checkpoint(model: MRPForDiffusionLM, recipe: Recipe, destination: Path
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
     for name, content in recipe.extra_files().items():
-        (destination / name).write_text(content, encoding="utf-8")
+        write_text(destination / name, content)
 
 
 class Steps:
@@ -278,7 +279,7 @@ class Steps:
         result = work(*arguments)
         # A step that was finished in an earlier run only loads its result now: keep the longer time.
         self.seconds[name] = max(self.seconds.get(name, 0.0), time.monotonic() - began)
-        self.file.write_text(json.dumps(self.seconds), encoding="utf-8")
+        write_text(self.file, json.dumps(self.seconds))
         print(f"{name}: {self.seconds[name]:.0f} s", flush=True)
         return result
 
@@ -341,7 +342,7 @@ def finish(model: MRPForDiffusionLM, recipe: Recipe, steps: Steps, scratch: Path
         license="apache-2.0",
         figures=figures,
     )
-    (destination / "README.md").write_text(card, encoding="utf-8")
+    write_text(destination / "README.md", card)
     print(figures)
     return built
 

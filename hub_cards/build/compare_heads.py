@@ -20,6 +20,7 @@ import torch
 from datasets import Dataset
 
 from modeling_mrp import MRPForDiffusionLM
+from mrp_trainer.checkpoints.durable import write_text
 from mrp_trainer.checkpoints.head_files import load_head
 from mrp_trainer.evaluation.modes import mode_options, needs_head
 from mrp_trainer.evaluation.results import write_result
@@ -210,7 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
     file = scratch / "comparison.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     results = known | compare(RECIPES[options.task], scratch, options.only)
-    file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    write_text(file, json.dumps(results, indent=1))
     if options.record is not None:
         record(options.record, options.task, results)
 

@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 from string import Template
 
+from mrp_trainer.checkpoints.durable import write_text
 from mrp_trainer.evaluation.claim_rules import CLAIMS
 from mrp_trainer.evaluation.results import Result, read_result
 
@@ -208,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.check:
             print(f"{name} does not show the figures of hub_cards/results; run python -m hub_cards.build.results")
         else:
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
             print(f"wrote {name}")
     return 1 if options.check and stale else 0
 

@@ -1,7 +1,9 @@
 """A head on its own: its weights, and which backbone they belong to."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from modeling_mrp import MRPForDiffusionLM
 
+from .durable import checksum, staged
 from .lora import check_no_live_adapter, forget_adapter, frozen_layers_hash, is_fresh, without_peft
 from .sharded import sharded_like, whole_state
 from .weight_files import backbone_hash, base_of, fetch, tensor_index
@@ -16,6 +19,9 @@ from .weight_files import backbone_hash, base_of, fetch, tensor_index
 HEAD_WEIGHTS = "mrp_head.safetensors"
 HEAD_CONFIG = "mrp_head_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+CARD = "README.md"
+WEIGHTS_CHECKSUM = "weights_sha256"  # entry of HEAD_CONFIG
 # Values of the model's config that are saved with a head. A head and the model it is loaded into must agree on them.
 SHARED_CONFIG = ("num_mrp_layers", "mrp_residual", "block_size", "mask_token_id")
 
@@ -46,7 +52,8 @@ def save_head(
 ) -> Path:
     """Write the head alone, together with the id, the revision and a hash of the backbone it belongs to.
 
-    If FSDP2 has sharded the model, every rank must call this.
+    The files replace earlier ones when they are whole and on the disk. The checksum of the weights is written with
+    them, and `load_head` checks it. If FSDP2 has sharded the model, every rank must call this.
 
     Args:
         model: a model with a head. If it is wrapped by `lora_head`, the adapter is written.
@@ -76,13 +83,17 @@ def save_head(
             f"the head's {broken[0]} is not finite ({len(broken)} of {len(state)} tensors are not), so it is not "
             f"written to {folder}: go back to an earlier checkpoint and lower the learning rate"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, PeftModel):
-        model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
-    else:
-        state = {name.removeprefix("mrp_head."): tensor for name, tensor in state.items()}
-        save_file(state, folder / HEAD_WEIGHTS, metadata={"format": "pt"})
-    (folder / HEAD_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with staged(folder) as staging:
+        if isinstance(model, PeftModel):
+            if (folder / CARD).is_file():  # peft extends a card
+                shutil.copy(folder / CARD, staging)
+            model.save_pretrained(staging, state_dict=state, save_embedding_layers=False)
+        else:
+            state = {name.removeprefix("mrp_head."): tensor for name, tensor in state.items()}
+            save_file(state, staging / HEAD_WEIGHTS, metadata={"format": "pt"})
+        weights = ADAPTER_WEIGHTS if isinstance(model, PeftModel) else HEAD_WEIGHTS
+        config[WEIGHTS_CHECKSUM] = checksum(staging / weights)
+        (staging / HEAD_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
@@ -103,18 +114,17 @@ def load_head(
         The model.
 
     Raises:
-        ValueError: if the head belongs to another backbone, has other layers, or lacks a tensor.
+        ValueError: if the head is damaged, belongs to another backbone, has other layers, or lacks a tensor.
     """
     folder = fetch(folder)[0]
-    config = read_head_config(folder)
     identity = backbone_identity(model) if identity is None else identity
-    _check_base(without_peft(model), folder, config, identity)
+    config = check_head_fits(model, folder, identity)
     if "frozen_layers_hash" in config:
         _load_adapter(model, folder, config, identity)
     elif isinstance(model, PeftModel):
         raise ValueError(f"the head in {folder} is not a LoRA adapter: load it into a model without lora_head")
     else:
-        model.mrp_head.load_state_dict(_read_tensors(folder / HEAD_WEIGHTS, model.mrp_head.state_dict()))
+        model.mrp_head.load_state_dict(_read_tensors(folder / HEAD_WEIGHTS, model.mrp_head.state_dict(), config))
     bare = without_peft(model)
     bare.config.trained_acceptance, bare.config.base_hash = config.get("trained_acceptance"), config["base_hash"]
     return model
@@ -140,7 +150,7 @@ def _load_adapter(model, folder: Path, config: dict, identity: dict):
     adapted = get_peft_model(bare, lora) if merge else model
     try:
         expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        set_peft_model_state_dict(adapted, _read_tensors(folder / ADAPTER_WEIGHTS, expected))
+        set_peft_model_state_dict(adapted, _read_tensors(folder / ADAPTER_WEIGHTS, expected, config))
     finally:
         if merge:  # also after an error: leave the caller a model without a half-loaded adapter
             adapted.merge_and_unload()
@@ -160,7 +170,23 @@ def _check_lora(own: LoraConfig, stored: LoraConfig, folder: Path):
             )
 
 
-def _check_base(model, folder: Path, config: dict, identity: dict):
+def check_head_fits(
+    model: MRPForDiffusionLM | PeftModel, folder: str | Path, identity: dict[str, str | None]
+) -> dict[str, Any]:
+    """Check that a saved head belongs to the model's backbone. Its tensors are not read.
+
+    Args:
+        model: the model, possibly wrapped by `lora_head`.
+        folder: a local folder with a head.
+        identity: `backbone_identity(model)`, computed before the model was sharded.
+
+    Returns:
+        What `save_head` recorded about the head.
+
+    Raises:
+        ValueError: if the folder holds no head, or one of another backbone or of another number of layers.
+    """
+    config = read_head_config(folder)
     for name in SHARED_CONFIG:
         own = getattr(model.config, name)
         if own != config.get(name, own):
@@ -173,9 +199,10 @@ def _check_base(model, folder: Path, config: dict, identity: dict):
             f"the head in {folder} was trained on {config['base_model']} (revision {config['base_revision']}), whose "
             f"weights differ from those of {identity['base_model']}: load it onto the backbone it belongs to"
         )
+    return config
 
 
-def read_head_config(folder: str | Path) -> dict:
+def read_head_config(folder: str | Path) -> dict[str, Any]:
     """Read what `save_head` recorded about a head. Heads saved without `mrp_residual` are residual.
 
     Raises:
@@ -187,8 +214,11 @@ def read_head_config(folder: str | Path) -> dict:
     return {"mrp_residual": True} | json.loads(path.read_text(encoding="utf-8"))
 
 
-def _read_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Read the tensors of a file, check them against `expected`, and shard them in the same way."""
+def _read_tensors(path: Path, expected: dict[str, Tensor], config: dict) -> dict[str, Tensor]:
+    """Read the tensors of a file, check them against `expected`, and shard them in the same way.
+
+    The file must also have the checksum in the head's `config`. Heads of older versions have none.
+    """
     found = {name: tuple(shape) for name, _, shape in tensor_index(path)}
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     missing, left_over = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
@@ -197,5 +227,10 @@ def _read_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
         raise ValueError(
             f"{path} does not fit the model: missing tensors: {', '.join(missing) or 'none'}; left-over tensors: "
             f"{', '.join(left_over) or 'none'}; wrong shapes: {', '.join(sorted(wrong)) or 'none'}"
+        )
+    if config.get(WEIGHTS_CHECKSUM) not in (None, checksum(path)):
+        raise ValueError(
+            f"{path} is damaged, or belongs to another {HEAD_CONFIG} than the one beside it: its checksum differs. If "
+            f"the weights were changed on purpose, remove {WEIGHTS_CHECKSUM} from {HEAD_CONFIG}"
         )
     return {name: sharded_like(tensor, expected[name]) for name, tensor in load_file(path).items()}

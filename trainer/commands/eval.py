@@ -202,6 +202,7 @@ def _decode(checkpoint: Checkpoint, model, tokenizer, rows, score, settings: "Se
 
 def _summarise(model, tokenizer, kl_rows, records, settings: "Settings", folder: Path) -> tuple[dict, str]:
     """Write the summary into the folder, and return it with its table."""
+    from ..checkpoints.durable import write_text
     from ..evaluation.runs import write_json
     from ..evaluation.summary import summarise, table
 
@@ -210,7 +211,7 @@ def _summarise(model, tokenizer, kl_rows, records, settings: "Settings", folder:
         summary["kl"] = _kl(model, tokenizer, kl_rows, records, settings)
     write_json(folder / "summary.json", summary)
     text = table(summary)
-    (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
+    write_text(folder / "summary.md", text + "\n")
     return summary, text
 
 

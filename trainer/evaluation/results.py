@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.durable import write_text
+
 PACKAGE = "mrp-diffusion"
 
 
@@ -158,7 +160,7 @@ def save_result(path: str | Path, result: Result) -> None:
     """Write a result to a JSON file; folders are created as needed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_result(path: str | Path) -> Result:

@@ -24,6 +24,7 @@ from transformers.utils import logging
 from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.options import OPTION_NAMES, DecodingOptions
 
+from ..checkpoints.durable import write_text
 from ..checkpoints.weight_files import backbone_hash, base_of
 from .decoding import Answer, decode_batch, prompt_ids
 from .scorers import Scorer
@@ -277,6 +278,4 @@ def _canonical(rows: list[dict]) -> bytes:
 
 def write_json(path: Path, content: object) -> None:
     """Write JSON to a file that appears complete or not at all, even if the process is killed meanwhile."""
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, json.dumps(content, indent=2) + "\n")
