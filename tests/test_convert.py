@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from modeling_mrp import MRPForDiffusionLM
 from mrp_trainer.checkpoints.convert import convert
-from mrp_trainer.checkpoints.push import check_uploadable
+from mrp_trainer.checkpoints.push import selected_files
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -201,7 +201,7 @@ def test_an_existing_folder_is_replaced_only_with_overwrite(golden_folder, tmp_p
     convert(golden_folder, tmp_path / "out", overwrite=True)
     assert not (tmp_path / "out" / "notes.txt").exists()
     assert (tmp_path / "out" / "model.safetensors").exists()
-    check_uploadable(tmp_path / "out")  # raises if the new folder is incomplete
+    selected_files(tmp_path / "out")  # raises if the new folder is incomplete
 
 
 @pytest.mark.slow

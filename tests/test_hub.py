@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from modeling_mrp import MRPForDiffusionLM
 from mrp_trainer.checkpoints.convert import convert
 from mrp_trainer.checkpoints.head_files import save_head
-from mrp_trainer.checkpoints.push import check_uploadable, push
+from mrp_trainer.checkpoints.push import selected_files, push
 from mrp_trainer.checkpoints.weight_files import fetch
 
 
@@ -107,7 +107,7 @@ def test_an_incomplete_folder_is_not_pushed(tmp_path):
 
 def test_a_head_folder_is_complete_only_with_readable_weights(tmp_path, tiny_model):
     folder = save_head(tiny_model(), tmp_path / "head")
-    check_uploadable(folder)  # raises if it is incomplete, as below
+    selected_files(folder)  # raises if it is incomplete, as below
     weights = folder / "mrp_head.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
     with pytest.raises(ValueError, match="cut short"):

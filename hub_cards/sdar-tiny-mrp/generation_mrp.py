@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from .block_state import BlockState
 from .cached_forwards import BACKBONE, HEAD, PREFILL
 from .decoding import Decoder
-from .inputs import check_inputs, check_mask, left_align
+from .inputs import check_inputs, check_mask, left_align, warn_beyond_positions
 from .options import OPTION_NAMES, DecodingOptions, nearest
 from .sampling import Sampler, row_keys
 
@@ -254,6 +254,7 @@ class MRPGenerationMixin(GenerationMixin):
             check_mask(mask, input_ids)  # again: without a mask, transformers derives one from the pad tokens
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(self.device).bool()
         prompts, lengths = left_align(ids, valid)
+        warn_beyond_positions(lengths, max_new_tokens, self.config)
 
         state = BlockState(
             prompts,

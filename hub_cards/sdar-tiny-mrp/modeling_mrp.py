@@ -46,6 +46,7 @@ from transformers.utils import ModelOutput
 from .block_cache import BlockCache  # noqa: F401  (all siblings: some versions copy the files imported here only)
 from .block_state import BlockState  # noqa: F401
 from .cached_forwards import CachedForwards  # noqa: F401
+from .checkpoint_files import checkpoint_folder  # noqa: F401
 from .checkpoints import CheckpointMixin
 from .configuration_mrp import MRPConfig
 from .context_cache import CleanContext, ContextRecorder

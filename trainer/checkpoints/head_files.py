@@ -8,13 +8,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from modeling_mrp import MRPForDiffusionLM
+from modeling_mrp.checkpoint_files import CONFIG, HEAD_CONFIG, read_json
 
 from .lora import check_no_live_adapter, forget_adapter, frozen_layers_hash, is_fresh, without_peft
 from .sharded import sharded_like, whole_state
 from .weight_files import backbone_hash, base_of, fetch, tensor_index
 
 HEAD_WEIGHTS = "mrp_head.safetensors"
-HEAD_CONFIG = "mrp_head_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # Values of the model's config that are saved with a head. A head and the model it is loaded into must agree on them.
 SHARED_CONFIG = ("num_mrp_layers", "mrp_residual", "block_size", "mask_token_id")
@@ -177,8 +177,9 @@ def read_head_config(folder: str | Path) -> dict:
     """
     path = Path(folder) / HEAD_CONFIG
     if not path.exists():
-        raise ValueError(f"{folder} holds no head: {HEAD_CONFIG} is missing")
-    return {"mrp_residual": True} | json.loads(path.read_text(encoding="utf-8"))
+        whole = " (it holds a whole model: name it as the model)" if (Path(folder) / CONFIG).exists() else ""
+        raise ValueError(f"{folder} holds no head: {HEAD_CONFIG} is missing{whole}")
+    return {"mrp_residual": True} | read_json(path)
 
 
 def _read_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
