@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from modeling_mrp import MRPForDiffusionLM
 from mrp_trainer.checkpoints.convert import convert
 from mrp_trainer.checkpoints.head_files import save_head
-from mrp_trainer.checkpoints.push import selected_files, push
+from mrp_trainer.checkpoints.push import push, selected_files
 from mrp_trainer.checkpoints.weight_files import fetch
 
 

@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 MODEL_FILES = (CONFIG, GENERATION_CONFIG, INDEX, "*.safetensors")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What a call of the Hub may raise. Errors of the HTTP client are no OSErrors when the client is httpx.
-HUB_ERRORS = (OSError, HfHubHTTPError.__base__)
+HUB_ERRORS = (OSError, HfHubHTTPError.__bases__[0])
 
 
 def checkpoint_folder(

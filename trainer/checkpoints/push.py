@@ -134,6 +134,16 @@ def check_repo_id(repo_id: str) -> None:
         raise ValueError(f"REPO_ID must be owner/name, got {repo_id!r}")
 
 
+def check_token(token: str | None = None) -> None:
+    """Check that there is an access token.
+
+    Raises:
+        ValueError: when none is given, stored on this machine or set in the environment.
+    """
+    if token is None and get_token() is None:
+        raise ValueError("uploading needs a token: log in with `hf auth login`, or set HF_TOKEN to one that may write")
+
+
 def push(
     folder: str | Path,
     repo_id: str,
@@ -165,8 +175,7 @@ def push(
     """
     check_repo_id(repo_id)
     files = selected_files(folder).files
-    if token is None and get_token() is None:
-        raise ValueError("uploading needs a token: log in with `hf auth login`, or set HF_TOKEN to one that may write")
+    check_token(token)
     api = HfApi(token=token)
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)

@@ -50,7 +50,7 @@ def fetch(source: str | Path, revision: str | None = None) -> tuple[Path, str | 
         OSError: when the source is not local and cannot be downloaded.
     """
     if revision is not None and Path(local_source(source)).is_dir():
-        raise ValueError(f"revision {revision} has no meaning for the local folder {local_source(source)}: omit it")
+        raise ValueError(f"revision {revision} is for Hub ids, but {source} is a local folder: omit it")
     try:
         return checkpoint_folder(local_source(source), READ_PATTERNS, revision=revision)
     except OSError as error:

@@ -24,16 +24,17 @@ def push(
     """Upload a folder to the Hub in one commit.
 
     MODEL is a folder that `mrp convert`, `save_pretrained` or `mrp train` has written. Only the files that others need
-    are sent: weights, configs, code, tokenizer, the card and the images it shows. Nested folders, such as checkpoints of
-    a training run, are not. When the upload fails, the repository stays as it was.
+    are sent: weights, configs, code, tokenizer, the card and the images it shows. Nested folders, such as checkpoints
+    of a training run, are not. When the upload fails, the repository stays as it was.
     """
-    from ..checkpoints.push import check_repo_id, selected_files
+    from ..checkpoints.push import check_repo_id, check_token, selected_files
     from ..checkpoints.push import push as push_folder
     from ..checkpoints.weight_files import local_source
 
     check_repo_id(repo_id)
     folder = local_source(model)
     selection = selected_files(folder)
+    check_token()
     if not as_json:
         print(f"sending {', '.join(selection.files)}")
         if selection.left_out:
