@@ -96,3 +96,11 @@ def test_a_tokenizer_never_runs_the_code_of_its_folder(tmp_path, word_tokenizer)
     assert tokenizer("what is one").input_ids == word_tokenizer("what is one").input_ids
     assert tokenizer.padding_side == "left"
     assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(("name", "text"), [("tokenizer.json", "{"), ("tokenizer_config.json", "[]")])
+def test_a_damaged_tokenizer_file_is_named(tmp_path, word_tokenizer, name, text):
+    word_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path / name} "):
+        load_tokenizer(tmp_path, MRPConfig())

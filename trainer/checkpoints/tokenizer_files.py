@@ -20,12 +20,24 @@ TOKENIZER_FILES = (
 )
 
 
+def check_tokenizer_files(folder: str | Path) -> None:
+    """Check that the JSON files of a tokenizer can be read.
+
+    Raises:
+        ValueError: naming the one that is damaged.
+    """
+    for name in TOKENIZER_FILES:
+        if name.endswith(".json") and (Path(folder) / name).is_file():
+            read_json(Path(folder) / name)
+
+
 def copy_tokenizer(source: str | Path, destination: str | Path) -> None:
     """Copy the tokenizer's files unchanged, except for references to tokenizer code, which is not copied.
 
     Raises:
         ValueError: naming a JSON file that is damaged.
     """
+    check_tokenizer_files(source)
     for name in TOKENIZER_FILES:
         if (Path(source) / name).exists():
             shutil.copyfile(Path(source) / name, Path(destination) / name)
