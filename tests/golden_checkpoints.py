@@ -17,7 +17,7 @@ def write_source(
     folder: Path, golden: Path, *, rename=lambda name: name, edit=lambda tensors: None, shards=1, **config
 ):
     """Write a golden checkpoint with other tensor names, tensors, shards or config values (None drops a value)."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     tensors = {rename(name): tensor for name, tensor in load_file(golden / "model.safetensors").items()}
     edit(tensors)
     values = json.loads((golden / "config.json").read_text()) | config

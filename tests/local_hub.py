@@ -26,10 +26,14 @@ class Commit:
 
 @dataclass
 class LocalHub:
-    """Repositories by id, each a list of commits; `refuse_commits` makes the next uploads fail at their last step."""
+    """Repositories by id, each a list of commits.
+
+    `refuse_commits` makes the next uploads fail at their last step, `refuse_token` every call with that status.
+    """
 
     repositories: dict[str, list[Commit]] = field(default_factory=dict)
     refuse_commits: bool = False
+    refuse_token: int | None = None
 
     def __enter__(self):
         self.uploads: dict[str, bytes] = {}
@@ -121,6 +125,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def route(self):
         path, body = unquote(urlparse(self.path).path), self.body()
+        if self.server.hub.refuse_token is not None:
+            return self.fail(self.server.hub.refuse_token, "Refused")
         for pattern, action in ROUTES:
             if match := re.fullmatch(pattern, path):
                 return action(self, body, *match.groups())

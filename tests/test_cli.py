@@ -110,13 +110,23 @@ def test_no_other_part_of_the_package_imports_the_commands():
         (["convert", "a", "b", "--head", "--json"], "Invalid value for --head: a value must follow it"),
         (["verify", "words", "--draft", "tail"], "Invalid value for '--draft'"),
         (["eval", "words", "--data", "a", "--scorer", "exact", "--skip", "-1"], "Invalid value for '--skip'"),
-        (["convert", "no/such/place", "out"], "no/such/place is not a local folder, and downloading it from the Hub"),
+        (["convert", "no/such/place", "out"], "there is no folder no/such/place"),
+        (["convert", BLOCK4 / "config.json", "out"], "config.json is a file: expected the folder of a checkpoint"),
+        (
+            ["convert", "words", "out", "--revision", "main"],
+            "revision main is for Hub ids, but words is a local folder",
+        ),
+        (
+            ["generate", "words", "--prompt", "a", "--head", BLOCK4],
+            "holds no head: mrp_head_config.json is missing (it",
+        ),
         (
             ["convert", "no/such/place", "out"],
             "(embedded checkpoints: words (sdar-tiny-mrp), code (sdar-tiny-code-mrp)",
         ),
-        (["convert", BLOCK4, BLOCK4], "exists already"),
-        (["generate", "no/such/place", "--prompt", "a"], "no/such/place is not a local folder"),
+        (["convert", BLOCK4, BLOCK4], "exists already: choose another folder, or replace it with --overwrite"),
+        (["convert", BLOCK4, BLOCK4, "--overwrite"], "overlaps with"),
+        (["generate", "no/such/place", "--prompt", "a"], "there is no folder no/such/place"),
         (["generate", BLOCK4], "there is no prompt: give --prompt TEXT or --prompt-file FILE"),
         (["generate", BLOCK4, "--prompt-file", "missing.txt"], "missing.txt does not exist"),
         (["generate", BLOCK4, "--prompt", "a", "--mrp-mode"], "--mrp-mode has no value"),
@@ -165,7 +175,7 @@ def test_a_bug_is_not_reported_as_bad_input(run_raising):
     [
         (ValueError("two\nlines"), 2, "mrp: error: two lines\n"),
         (FileNotFoundError(2, "No such file", "here.txt"), 2, "mrp: error: here.txt does not exist\n"),
-        (PermissionError(13, "Permission denied", "x"), 2, "mrp: error: [Errno 13] Permission denied: 'x'\n"),
+        (PermissionError(13, "Permission denied", "x"), 2, "mrp: error: x: Permission denied\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden_checkpoints import plain_sdar
 from local_hub import LocalHub
 from transformers import AutoTokenizer
 
@@ -48,6 +49,15 @@ def test_a_local_folder_comes_before_an_embedded_checkpoint_of_its_name(tmp_path
     monkeypatch.chdir(tmp_path)
     assert fetch("words") == (Path("words"), None)
     assert local_source("org/model") == "org/model"
+
+
+def test_a_conversion_with_a_fresh_head_prints_nothing_but_its_report(tmp_path, capfd):
+    """transformers printed a table of the head's missing tensors, as if something had gone wrong."""
+    source = plain_sdar(tmp_path / "source", BLOCK4)
+    assert main(["convert", str(source), str(tmp_path / "out")]) == 0
+    shown = capfd.readouterr()
+    assert shown.out.splitlines()[0].split() == ["destination", str(tmp_path / "out")]
+    assert "REPORT" not in shown.err and "MISSING" not in shown.err
 
 
 def test_convert_reports_what_it_wrote(capsys, tmp_path):
@@ -131,10 +141,17 @@ def test_generate_puts_a_trained_head_on_its_backbone(capsys, tmp_path, tiny_mod
 
 def test_push_uploads_from_the_command_line(tmp_path):
     convert(BLOCK4, tmp_path / "out")
+    (tmp_path / "out" / "notes").mkdir()
     with LocalHub() as hub:
         command = [sys.executable, "-m", "mrp_trainer.commands", "push", str(tmp_path / "out"), "org/mine", "--json"]
         environment = {**os.environ, **hub.environment(tmp_path / "cache")}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["commit_url"].endswith(hub.repositories["org/mine"][-1].sha)
-        assert "modeling_mrp.py" in hub.repositories["org/mine"][-1].files
+        report = json.loads(done.stdout)
+        assert report["commit_url"].endswith(hub.repositories["org/mine"][-1].sha)
+        assert "modeling_mrp.py" in report["files"] and report["left_out"] == ["notes/"]
+        assert {*report["files"], ".gitattributes"} == hub.repositories["org/mine"][-1].files.keys()
+        done = subprocess.run(command[:-1], cwd=ROOT, env=environment, capture_output=True, text=True)
+        sending, left_out, url = done.stdout.splitlines()
+        assert sending == f"sending {', '.join(report['files'])}" and left_out == "not sending notes/"
+        assert url.startswith("http")

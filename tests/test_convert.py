@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from modeling_mrp import MRPForDiffusionLM
-from mrp_trainer.checkpoints.convert import convert
-from mrp_trainer.checkpoints.push import check_uploadable
+from mrp_trainer.checkpoints.convert import convert, replace_folder
+from mrp_trainer.checkpoints.head_files import save_head
+from mrp_trainer.checkpoints.push import selected_files
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -201,7 +202,75 @@ def test_an_existing_folder_is_replaced_only_with_overwrite(golden_folder, tmp_p
     convert(golden_folder, tmp_path / "out", overwrite=True)
     assert not (tmp_path / "out" / "notes.txt").exists()
     assert (tmp_path / "out" / "model.safetensors").exists()
-    check_uploadable(tmp_path / "out")  # raises if the new folder is incomplete
+    selected_files(tmp_path / "out")  # raises if the new folder is incomplete
+
+
+def test_a_folder_that_is_read_is_never_replaced(golden_folder, tmp_path):
+    source = write_source(tmp_path / "models" / "source", golden_folder)
+    save_head(MRPForDiffusionLM.from_backbone(golden_folder), tmp_path / "heads" / "head")
+    (tmp_path / "link").symlink_to(source)
+    for destination in (source, source / "out", tmp_path / "models", tmp_path / "link", tmp_path / "heads"):
+        with pytest.raises(ValueError, match="overlaps with"):
+            convert(source, destination, head=tmp_path / "heads" / "head", overwrite=True)
+    assert sorted(path.name for path in source.iterdir()) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "heads" / "head" / "mrp_head.safetensors").exists()
+
+
+def test_the_current_folder_is_never_replaced(golden_folder, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for destination in (".", "..", tmp_path):
+        with pytest.raises(ValueError, match="holds the current folder"):
+            convert(golden_folder, destination, overwrite=True)
+
+
+def test_a_link_as_destination_stays_and_its_target_is_replaced(golden_folder, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    convert(golden_folder, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "model.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
+
+
+def test_an_old_folder_is_restored_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes.txt").write_text("mine")
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "missing", tmp_path / "old")
+    assert (tmp_path / "old" / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_full_disk_is_one_line_and_the_old_folder_stays_whole(golden_folder, tmp_path):
+    """A limit on the size of files stands in for the full disk: safetensors reports both as its own error."""
+    convert(golden_folder, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    done = run(f"""
+import resource
+from mrp_trainer.commands.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+print(main(["convert", {str(golden_folder)!r}, {str(tmp_path / "out")!r}, "--overwrite"]))
+""")
+    assert done.stdout == "2\n"
+    assert done.stderr.splitlines()[-1].startswith(f"mrp: error: {tmp_path / 'out'} cannot be written: ")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_block_size_that_the_source_lacks_can_be_given(golden_folder, tmp_path):
+    size = json.loads((golden_folder / "config.json").read_text())["block_size"]
+    source = write_source(tmp_path / "source", golden_folder, block_size=None)
+    with pytest.raises(ValueError, match="config.json: block_size is missing .*mrp convert --block-size N"):
+        convert(source, tmp_path / "out")
+    assert convert(source, tmp_path / "out", block_size=size).block_size == size
+
+
+def test_a_damaged_tokenizer_file_is_named(golden_folder, tmp_path):
+    source = write_source(tmp_path / "source", golden_folder)
+    (source / "tokenizer_config.json").write_text("[")
+    with pytest.raises(ValueError, match="source/tokenizer_config.json is not valid JSON"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from modeling_mrp import MRPForDiffusionLM
 from mrp_trainer.checkpoints.convert import convert
 from mrp_trainer.checkpoints.head_files import save_head
-from mrp_trainer.checkpoints.push import check_uploadable, push
+from mrp_trainer.checkpoints.push import push, selected_files
 from mrp_trainer.checkpoints.weight_files import fetch
 
 
@@ -91,6 +91,89 @@ except OSError as error:
     assert [commit.sha for commit in hub.repositories["org/mine"]] == [old]
 
 
+def after_training(folder):
+    """Add to a folder of a head what a training run leaves there, and a card that shows plots."""
+    save_head(MRPForDiffusionLM.from_backbone(BLOCK4), folder)
+    for step in (2, 4):
+        (folder / f"checkpoint-{step}").mkdir()
+        for name in ("mrp_head.safetensors", "optimizer.pt", "notes.json"):
+            (folder / f"checkpoint-{step}" / name).write_bytes(b"private")
+    for name in ("optimizer.pt", "rng_state.pth", "training_args.bin", "trainer_state.json", "mrp_run.json", ".env"):
+        (folder / name).write_bytes(b"private")
+    for name in ("shown.png", "shown too.svg", "not shown.png", "tokenizer.json", "LICENSE"):
+        (folder / name).write_bytes(b"{}")
+    (folder / "README.md").write_text(
+        '![a](shown.png)\n<img width="1" src="./shown%20too.svg">\n![c](gone.png) ![d](../../out.png) '
+        "![e](checkpoint-2/plot.png) ![f](https://example.com/far.png)"
+    )
+    return folder
+
+
+SENT = {"mrp_head.safetensors", "mrp_head_config.json", "tokenizer.json", "README.md", "LICENSE"}
+SENT |= {"shown.png", "shown too.svg"}
+
+
+def test_only_known_files_are_selected_and_the_others_named(tmp_path):
+    """Checkpoints of the training run, with optimizer states, were uploaded with the head."""
+    folder = after_training(tmp_path / "head")
+    selection = selected_files(folder)
+    assert set(selection.files) == SENT
+    assert {"checkpoint-2/", "checkpoint-4/", "optimizer.pt", "training_args.bin", ".env"} <= set(selection.left_out)
+    assert set(selection.left_out) | SENT == {
+        f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir()
+    }
+
+
+def test_an_index_beside_whole_weights_is_not_sent(tmp_path):
+    """transformers reads model.safetensors then, and so must whoever downloads the folder."""
+    convert(BLOCK4, tmp_path / "out")
+    (tmp_path / "out" / "model.safetensors.index.json").write_text("{}")
+    assert selected_files(tmp_path / "out").left_out == ["model.safetensors.index.json"]
+
+
+def test_a_push_sends_known_files_and_deletes_nothing_in_nested_folders(hub, tmp_path):
+    folder = after_training(tmp_path / "head")
+    hub.commit("org/mine", {"old.safetensors": b"1", "plots/draw.py": b"2", "notes.md": b"3"})
+    run(f"from mrp_trainer.checkpoints.push import push; push({str(folder)!r}, 'org/mine')", **hub.variables)
+    assert hub.repositories["org/mine"][-1].files.keys() == SENT | {"plots/draw.py", "notes.md"}
+
+
+@pytest.mark.parametrize("repo_id", ["mine", "a/b/c", "my name/model", "org/", "/model", "org/name.git", "", "org/-a"])
+def test_a_name_that_is_no_repository_id_is_refused_without_asking_the_hub(tmp_path, monkeypatch, repo_id):
+    monkeypatch.setattr("mrp_trainer.checkpoints.push.HfApi", None)  # whoever calls it fails
+    folder = after_training(tmp_path / "head")
+    with pytest.raises(ValueError, match=f"REPO_ID must be owner/name, got '{repo_id}'"):
+        push(folder, repo_id, token="any")
+
+
+def test_without_a_token_nothing_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("mrp_trainer.checkpoints.push.HfApi", None)
+    monkeypatch.setattr("mrp_trainer.checkpoints.push.get_token", lambda: None)
+    with pytest.raises(ValueError, match="uploading needs a token: log in with `hf auth login`, or set HF_TOKEN"):
+        push(after_training(tmp_path / "head"), "org/mine")
+
+
+@pytest.mark.parametrize(
+    ("status", "offline", "line"),
+    [
+        (401, "0", "pushing to org/mine failed: access is refused (status 401): log in with `hf auth login`"),
+        (403, "0", "pushing to org/mine failed: access is refused (status 403): log in with `hf auth login`"),
+        (404, "0", "pushing to org/mine failed: there is no such repository or revision"),
+        (None, "0", "pushing to org/mine failed: no connection to http://127.0.0.1:"),
+        (None, "1", "pushing to org/mine failed: the Hub is switched off by HF_HUB_OFFLINE=1: unset it"),
+    ],
+)
+def test_what_keeps_a_push_from_the_hub_is_one_line(hub, tmp_path, status, offline, line):
+    folder = after_training(tmp_path / "head")
+    hub.refuse_token = status
+    if status is None:
+        hub.__exit__()  # nobody listens there any more
+    code = f"from mrp_trainer.commands.cli import main; print(main(['push', {str(folder)!r}, 'org/mine', '--json']))"
+    done = run(code, **hub.variables | {"HF_HUB_OFFLINE": offline})
+    (error,) = done.stderr.strip().splitlines()
+    assert error.startswith(f"mrp: error: {line}") and done.stdout == "2\n"
+
+
 def test_an_incomplete_folder_is_not_pushed(tmp_path):
     convert(BLOCK4, tmp_path / "out", max_shard_size="200KB")
     shard = min(path.name for path in (tmp_path / "out").glob("model-*.safetensors"))
@@ -107,7 +190,7 @@ def test_an_incomplete_folder_is_not_pushed(tmp_path):
 
 def test_a_head_folder_is_complete_only_with_readable_weights(tmp_path, tiny_model):
     folder = save_head(tiny_model(), tmp_path / "head")
-    check_uploadable(folder)  # raises if it is incomplete, as below
+    selected_files(folder)  # raises if it is incomplete, as below
     weights = folder / "mrp_head.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
     with pytest.raises(ValueError, match="cut short"):

@@ -1,5 +1,7 @@
 """Inputs and options that `generate` refuses, with an error that names the argument."""
 
+import warnings
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -189,3 +191,16 @@ def test_an_unknown_key_of_a_generation_config_that_resembles_no_option_is_ignor
     model = tiny_model()
     model.generation_config.chat_format = "chatml"
     assert model.generate(PROMPT, max_new_tokens=3).shape == (1, PROMPT.shape[1] + 3)
+
+
+def test_positions_beyond_those_of_the_backbone_are_said_with_both_numbers(tiny_model):
+    """Left padding does not count: the longest prompt has 3 tokens."""
+    model = tiny_model(max_position_embeddings=8)
+    ids, mask = torch.tensor([[0, 0, 5, 6, 7], [0, 0, 0, 5, 6]]), torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 1, 1]])
+    with pytest.warns(UserWarning, match="take 9 positions, more than max_position_embeddings=8") as caught:
+        model.generate(ids, attention_mask=mask, max_new_tokens=6)
+    assert len([warning for warning in caught if "positions" in str(warning.message)]) == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.generate(ids, attention_mask=mask, max_new_tokens=5)
+    assert not [warning for warning in caught if "positions" in str(warning.message)]

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from modeling_mrp import MRPConfig, checkpoints
-from mrp_trainer.checkpoints import weight_files
+from modeling_mrp import MRPConfig, checkpoint_files, checkpoints
 from mrp_trainer.checkpoints.head_files import save_head
 from mrp_trainer.checkpoints.loading import default_attention, load, load_tokenizer
 
@@ -77,7 +76,7 @@ def test_a_separate_head_is_downloaded_once(folders, reads, monkeypatch, tiny_mo
         downloads.append(name)
         return str(tmp_path / "head")
 
-    monkeypatch.setattr(weight_files, "snapshot_download", download)
+    monkeypatch.setattr(checkpoint_files, "snapshot_download", download)
     model, _ = load(arguments(base, head="someone/head"))
     assert downloads == ["someone/head"] and len(reads) == 1
     for name, tensor in trained.mrp_head.state_dict().items():
@@ -97,3 +96,11 @@ def test_a_tokenizer_never_runs_the_code_of_its_folder(tmp_path, word_tokenizer)
     assert tokenizer("what is one").input_ids == word_tokenizer("what is one").input_ids
     assert tokenizer.padding_side == "left"
     assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(("name", "text"), [("tokenizer.json", "{"), ("tokenizer_config.json", "[]")])
+def test_a_damaged_tokenizer_file_is_named(tmp_path, word_tokenizer, name, text):
+    word_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path / name} "):
+        load_tokenizer(tmp_path, MRPConfig())

@@ -31,6 +31,7 @@ from .arguments import DataArguments, ModelArguments, MRPTrainingArguments
 from .checkpoints.head_files import load_head
 from .checkpoints.loading import default_attention, load_tokenizer
 from .checkpoints.lora import apply_backbone_adapter, is_fresh, lora_head, without_peft
+from .checkpoints.output_paths import check_output
 from .checkpoints.resume import last_checkpoint
 from .data.rows import is_streamed, load_source, prepare_dataset
 from .memory import advice, estimate_memory, free_memory
@@ -75,6 +76,7 @@ def train(argv: list[str]) -> int:
     """
     model_args, data_args, args = parse_arguments(argv)
     show_log_lines(logging.INFO if args.process_index == 0 else logging.WARNING)
+    check_output("output_dir", args.output_dir, folder=True)
     resume = resuming(args)
     trainer = build_trainer(model_args, data_args, args)
     checkpoint = checkpoint_to_resume(args)

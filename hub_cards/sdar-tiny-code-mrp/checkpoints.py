@@ -1,23 +1,32 @@
 """Loading checkpoints, also those of other projects: their config and their tensors, never the code they hold."""
 
-import json
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from transformers.utils import cached_file
-from transformers.utils.hub import extract_commit_hash
+from safetensors import SafetensorError
 
-from .configuration_mrp import AUTO_MAP, MRPConfig
+from .checkpoint_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    checkpoint_folder,
+    read_config,
+    read_json,
+    tensor_names,
+    weight_files,
+)
+from .configuration_mrp import AUTO_MAP, MRPConfig, check_block_size
 
 HEAD_PREFIX = "mrp_head."
 # prefixes of the head's tensors in published checkpoints, newest first
 PUBLISHED_HEAD_PREFIXES = ("mrp_modules.0.model.", "mtp_modules.0.model.")
 ARCHITECTURES = ("sdar", "sdar_mrp", "qwen3")
-HUB_ARGUMENTS = ("revision", "cache_dir", "token", "force_download", "local_files_only", "subfolder", "proxies")
+HUB_ARGUMENTS = ("revision", "cache_dir", "token", "force_download", "local_files_only", "subfolder")
 # keys of a published config.json that have another name in our config or that belong to the code it came with
 DROPPED = (
     "architectures",
@@ -70,19 +79,29 @@ class CheckpointMixin:
         """
         with_info = kwargs.pop("output_loading_info", False)
         optional = kwargs.pop("optional_tensors", None)
+        source, commit = pretrained_model_name_or_path, None
+        folder = source
+        if source is not None:
+            folder, commit = _folder_to_load(source, kwargs)
         try:
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path,
-                *model_args,
-                # tensors of a wrong shape are not ignored: check_tensors names them all
-                **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True},
-            )
+            with _without_load_report():
+                model, info = super().from_pretrained(
+                    folder,
+                    *model_args,
+                    # tensors of a wrong shape are not ignored: check_tensors names them all
+                    **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True},
+                )
         except SafetensorError as error:
             raise ValueError(
-                f"the weights of {pretrained_model_name_or_path} cannot be read ({error}): "
+                f"the weights of {source} cannot be read ({error}): "
                 "a file is damaged or cut short; copy or download it again"
             ) from error
-        check_tensors(pretrained_model_name_or_path, info, optional)
+        check_tensors(source, info, optional)
+        if commit is not None:  # remember the Hub id and the commit, not the folder in the cache
+            model.name_or_path = model.config._name_or_path = str(source)
+            model.config._commit_hash = commit
+        if source is not None and model.mrp_head is not None and not (Path(folder) / GENERATION_CONFIG).is_file():
+            model.generation_config.mrp_mode = "spec"
         model.generation_config._from_model_config = False  # otherwise the next reload would lose its options
         model.freeze_backbone()
         return (model, info) if with_info else model
@@ -174,50 +193,78 @@ def read_checkpoint(
         ValueError: for another architecture, or for options that contradict the checkpoint.
         OSError: when `config.json` or the safetensors cannot be found.
     """
-    hub = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
-    path = cached_file(source, "config.json", **hub)
-    with open(path, encoding="utf-8") as file:
-        values = json.load(file)
+    folder, commit = checkpoint_folder(source, **_hub_arguments(arguments))
+    values = read_config(folder)
     if values.get("model_type") not in ARCHITECTURES:
         raise ValueError(
             f"{source} has model_type {values.get('model_type')!r}, expected one of {', '.join(ARCHITECTURES)}: "
             "only SDAR checkpoints (Qwen3 architecture) can be wrapped"
         )
-    prefix = _head_prefix(tensor_names(source, hub))
+    prefix = _head_prefix(tensor_names(folder))
     has_head = prefix is not None and num_mrp_layers != 0
     _override(values, "block_size", block_size)
     _override(values, "mask_token_id", mask_token_id)
     values["mrp_residual"] = _residual(source, values.get("mrp_residual") if has_head else None, mrp_residual)
-    config = _config(source, values, num_mrp_layers, has_head, default_mrp_layers)
-    config._commit_hash = extract_commit_hash(path, None)  # so that the weights are loaded from the same commit
+    layers = values.pop("num_mrp_layers", values.get("num_nextn_predict_layers"))
+    if prefix is None and layers and num_mrp_layers != 0:
+        raise ValueError(
+            f"{source} lacks its head: {CONFIG} states {layers} layers, but there is no tensor {HEAD_PREFIX}*: copy "
+            "or download it again, or pass num_mrp_layers=0 (mrp convert --num-mrp-layers 0) for the backbone"
+        )
+    try:
+        check_block_size(values)
+        config = _config(source, values, layers, num_mrp_layers, has_head, default_mrp_layers)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    config._commit_hash = commit  # so that the weights are loaded from the same commit
     renames = {}
     if prefix is not None and prefix != HEAD_PREFIX:
         renames["^" + prefix.replace(".", r"\.")] = HEAD_PREFIX
     return Checkpoint(config, renames, has_head)
 
 
-def tensor_names(source: str | PathLike, hub: dict | None = None) -> list[str]:
-    """Return the names of all tensors of a safetensors checkpoint, sharded or not; only headers are read.
+def _hub_arguments(arguments: Mapping | tuple) -> dict[str, Any]:
+    return {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments and arguments[name] is not None}
 
-    Args:
-        source: a folder or a Hub id.
-        hub: arguments for the Hub (revision, token, ...).
 
-    Raises:
-        ValueError: when the file is damaged.
-        OSError: when the checkpoint has no safetensors.
+def _folder_to_load(source: str | PathLike, arguments: dict[str, Any]) -> tuple[Path, str | None]:
+    """Return the folder of a checkpoint and its commit on the Hub, after checking the files that will be read.
+
+    Arguments for the Hub are taken out of `arguments`, which are then those for loading the folder.
     """
-    hub = hub or {}
-    index = cached_file(source, "model.safetensors.index.json", **hub, _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        with open(index, encoding="utf-8") as file:
-            return list(json.load(file)["weight_map"])
-    path = cached_file(source, "model.safetensors", **hub)
+    hub = _hub_arguments(arguments)
+    config = arguments.get("config")
+    if getattr(config, "_commit_hash", None) is not None:
+        hub["revision"] = config._commit_hash
+    folder, commit = checkpoint_folder(source, **hub)
+    for name in HUB_ARGUMENTS:
+        arguments.pop(name, None)
+    if config is None:
+        values = read_config(folder)
+        try:
+            MRPConfig.from_dict(values, **{k: arguments[k] for k in ("block_size",) if k in arguments})
+        except ValueError as error:
+            raise ValueError(f"{folder / CONFIG}: {error}") from error
+    if (folder / GENERATION_CONFIG).is_file():
+        read_json(folder / GENERATION_CONFIG)  # transformers would go on without one that it cannot read
+    if not {"variant", "state_dict", "gguf_file"} & arguments.keys():
+        weight_files(folder)
+    return folder, commit
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Silence transformers' table of missing and left-over tensors: `check_tensors` names those that matter."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger.addFilter(keep)
     try:
-        with safe_open(path, framework="pt") as tensors:
-            return list(tensors.keys())
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read ({error}): it is damaged or cut short") from error
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def check_tensors(source: str | PathLike, info: dict, optional: str | None = None) -> None:
@@ -259,9 +306,10 @@ def _head_prefix(names: list[str]) -> str | None:
     return None
 
 
-def _config(source, values: dict, num_mrp_layers: int | None, has_head: bool, default_layers: int) -> MRPConfig:
-    """Make our config from the `config.json` of the source."""
-    layers = values.pop("num_mrp_layers", values.get("num_nextn_predict_layers"))
+def _config(
+    source, values: dict, layers: int | None, num_mrp_layers: int | None, has_head: bool, default_layers: int
+) -> MRPConfig:
+    """Make our config from the `config.json` of the source, whose head has so many `layers`."""
     if has_head and num_mrp_layers is not None and num_mrp_layers != layers:
         raise ValueError(
             f"num_mrp_layers={num_mrp_layers} contradicts {source}, whose head has {layers} layers: "

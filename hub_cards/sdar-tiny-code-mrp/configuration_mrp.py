@@ -2,13 +2,17 @@
 
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import Qwen3Config
+from transformers.activations import ACT2FN
 
 AUTO_MAP = {
     "AutoConfig": "configuration_mrp.MRPConfig",
     "AutoModel": "modeling_mrp.MRPForDiffusionLM",
     "AutoModelForCausalLM": "modeling_mrp.MRPForDiffusionLM",
 }
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
 class MRPConfig(Qwen3Config):
@@ -42,25 +46,24 @@ class MRPConfig(Qwen3Config):
         trained_acceptance: dict | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(block_size, int) or block_size < 1:
-            raise ValueError(f"block_size must be an integer of at least 1, got {block_size!r}")
-        if not isinstance(num_mrp_layers, int) or num_mrp_layers < 0:
-            raise ValueError(f"num_mrp_layers must be an integer of at least 0 (0: no head), got {num_mrp_layers!r}")
-        if not isinstance(mrp_residual, bool):
-            raise ValueError(f"mrp_residual must be True or False, got {mrp_residual!r}")
-        if trained_acceptance is not None and set(trained_acceptance) != {"mrp_steps", "low", "high"}:
-            raise ValueError(f"trained_acceptance must hold mrp_steps, low and high, got {trained_acceptance!r}")
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.num_mrp_layers = num_mrp_layers
         self.mrp_residual = mrp_residual
         self.calibrated_remask_threshold = calibrated_remask_threshold
         self.trained_acceptance = trained_acceptance
+        self._check_own_values()
         rope = kwargs.get("rope_parameters")
+        if rope is not None and not isinstance(rope, dict):
+            raise ValueError(f"rope_parameters must be a dict, got {rope!r}")
         if rope and "rope_theta" in rope:  # transformers 4 reads only rope_theta, 5 only the nested one
             kwargs.setdefault("rope_theta", rope["rope_theta"])
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
-        super().__init__(**kwargs)
+        try:
+            super().__init__(**kwargs)
+        except (StrictDataclassError, TypeError, AttributeError) as error:  # a value of a wrong type
+            raise ValueError(" ".join(str(error).split())) from error
+        self._check_sizes()
         if mask_token_id is not None and not 0 <= mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id must be below vocab_size {self.vocab_size}, got {mask_token_id}")
         if set(self.layer_types) != {"full_attention"}:
@@ -74,7 +77,8 @@ class MRPConfig(Qwen3Config):
         """Build a config from a dict as in transformers.
 
         Raises:
-            ValueError: for the config of another architecture (`model_type`).
+            ValueError: for the config of another architecture (`model_type`), or one that does not state the size of
+                its blocks.
         """
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
@@ -82,7 +86,57 @@ class MRPConfig(Qwen3Config):
                 f"model_type {model_type!r}, expected {cls.model_type!r}: load SDAR checkpoints with "
                 "MRPForDiffusionLM.from_backbone, or convert them with `mrp convert`"
             )
+        if "block_size" in kwargs:
+            config_dict = {"block_size": kwargs["block_size"]} | config_dict
+        check_block_size(config_dict)
         return super().from_dict(config_dict, **kwargs)
+
+    def _check_own_values(self) -> None:
+        if not _is_int(self.block_size) or self.block_size < 1:
+            raise ValueError(f"block_size must be an integer of at least 1, got {self.block_size!r}")
+        if not _is_int(self.num_mrp_layers) or self.num_mrp_layers < 0:
+            raise ValueError(
+                f"num_mrp_layers must be an integer of at least 0 (0: no head), got {self.num_mrp_layers!r}"
+            )
+        if not isinstance(self.mrp_residual, bool):
+            raise ValueError(f"mrp_residual must be True or False, got {self.mrp_residual!r}")
+        if self.mask_token_id is not None and not _is_int(self.mask_token_id):
+            raise ValueError(f"mask_token_id must be an integer, got {self.mask_token_id!r}")
+        threshold, acceptance = self.calibrated_remask_threshold, self.trained_acceptance
+        if threshold is not None and not isinstance(threshold, int | float):
+            raise ValueError(f"calibrated_remask_threshold must be a number, got {threshold!r}")
+        if acceptance is not None and (
+            not isinstance(acceptance, dict) or set(acceptance) != {"mrp_steps", "low", "high"}
+        ):
+            raise ValueError(f"trained_acceptance must hold mrp_steps, low and high, got {acceptance!r}")
+
+    def _check_sizes(self) -> None:
+        for name in SIZES:
+            value = getattr(self, name)
+            if not _is_int(value) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        theta = (self.rope_parameters or {}).get("rope_theta", 1.0)
+        if not isinstance(theta, int | float) or theta <= 0:
+            raise ValueError(f"rope_theta must be a number above 0, got {theta!r}")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act {self.hidden_act!r} is unknown; expected one of {', '.join(ACT2FN)}")
+
+
+def check_block_size(values: dict[str, Any]) -> None:
+    """Check that the values of a `config.json` state the size of the blocks, which cannot be told from the weights.
+
+    Raises:
+        ValueError: when they do not.
+    """
+    if values.get("block_size") is None:
+        raise ValueError(
+            "block_size is missing from the config: pass block_size=N (mrp convert --block-size N), the number of "
+            "tokens per block that the model was trained with"
+        )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 MRPConfig.register_for_auto_class()

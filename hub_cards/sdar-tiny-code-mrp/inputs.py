@@ -1,5 +1,6 @@
 """Validating the inputs of `generate` and of `forward`, and removing the padding of prompts."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,23 @@ def check_inputs(ids: torch.Tensor, mask: torch.Tensor | None, config: Pretraine
     longest, limit = int(valid.sum(1).max()), config.max_position_embeddings
     if longest > limit:
         raise ValueError(f"input_ids has a prompt of {longest} tokens, more than max_position_embeddings={limit}")
+
+
+def warn_beyond_positions(lengths: torch.Tensor, max_new_tokens: int, config: PretrainedConfig) -> None:
+    """Warn when prompts and new tokens may take more positions than the backbone was trained with.
+
+    Args:
+        lengths: number of tokens per prompt, [R].
+        max_new_tokens: the most new tokens per row.
+        config: the model's config.
+    """
+    longest, limit = int(lengths.max()) + max_new_tokens, config.max_position_embeddings
+    if longest > limit:
+        warnings.warn(
+            f"a prompt and max_new_tokens={max_new_tokens} may take {longest} positions, more than "
+            f"max_position_embeddings={limit}: text beyond them may be poor",
+            stacklevel=2,
+        )
 
 
 def _check_ids(ids):

@@ -13,7 +13,7 @@ from .block_state import BlockState
 from .cached_forwards import BACKBONE, HEAD, PREFILL
 from .column_emitter import ColumnEmitter
 from .decoding import Decoder
-from .inputs import check_inputs, check_mask, left_align, right_align
+from .inputs import check_inputs, check_mask, left_align, right_align, warn_beyond_positions
 from .options import OPTION_NAMES, DecodingOptions, nearest
 from .sampling import Sampler, row_keys
 
@@ -196,6 +196,7 @@ class MRPGenerationMixin(GenerationMixin):
             check_mask(mask, input_ids)  # again: without a mask, transformers derives one from the pad tokens
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(self.device).bool()
         prompts, lengths = left_align(ids, valid)
+        warn_beyond_positions(lengths, max_new_tokens, self.config)
 
         state = BlockState(
             prompts,

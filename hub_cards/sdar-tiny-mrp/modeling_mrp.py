@@ -50,6 +50,7 @@ from transformers.utils import ModelOutput
 from .block_cache import BlockCache  # noqa: F401  (all siblings: some versions copy the files imported here only)
 from .block_state import BlockState  # noqa: F401
 from .cached_forwards import CachedForwards  # noqa: F401
+from .checkpoint_files import checkpoint_folder  # noqa: F401
 from .checkpoints import CheckpointMixin
 from .column_emitter import ColumnEmitter  # noqa: F401
 from .configuration_mrp import MRPConfig

@@ -1,11 +1,11 @@
 """Converts a checkpoint into a self-contained folder that loads with `trust_remote_code=True`."""
 
-import json
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils import logging
 
@@ -14,20 +14,10 @@ from modeling_mrp import MRPForDiffusionLM
 from .cards import card_license, render_card
 from .head_files import load_head, read_head_config
 from .lora import is_fresh
+from .output_paths import check_output
+from .tokenizer_files import copy_tokenizer
 from .weight_files import backbone_hash, base_of, fetch, weights_dtype
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 SAMPLING_VALUES = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 logger = logging.get_logger(__name__)
@@ -94,15 +84,16 @@ def convert(
         What was written.
 
     Raises:
-        ValueError: if the source cannot be read or does not fit, or the destination exists.
-        OSError: if the source cannot be found.
+        ValueError: if the source cannot be read or does not fit, or the destination exists, cannot be written or
+            overlaps with a folder that is read.
+        OSError: if the source cannot be found, or the disk is full; an existing destination stays as it was.
     """
-    destination = Path(destination)
-    if destination.exists() and not overwrite:
-        raise ValueError(f"{destination} exists already: choose another folder, or allow overwriting it")
+    place = Path(destination).resolve()  # through a link, so that its target is replaced and not the link
+    _check_places(place, overwrite)
     folder, commit = fetch(source, revision)
+    head = None if head is None else fetch(head)[0]
+    _check_places(place, overwrite, folder, head)
     if head is not None:
-        head = fetch(head)[0]
         trained = read_head_config(head)
         num_mrp_layers, mrp_residual = trained["num_mrp_layers"], trained["mrp_residual"]
     model = MRPForDiffusionLM.from_backbone(
@@ -129,17 +120,23 @@ def convert(
         dtype=str(model.dtype).removeprefix("torch."),
         parameters=model.num_parameters(),
     )
+    _write(model, folder, place, Path(destination).name, max_shard_size)
+    return report
+
+
+def _write(model: MRPForDiffusionLM, source: Path, destination: Path, name: str, max_shard_size: str):
+    """Write everything into a folder beside the destination, and move it there once it is complete."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.") as work:
         written = Path(work) / "folder"
-        model.save_pretrained(written, max_shard_size=max_shard_size)
-        copy_tokenizer(folder, written)
-        card = render_card(model, name=destination.name, license=card_license(folder))
+        try:
+            model.save_pretrained(written, max_shard_size=max_shard_size)
+        except SafetensorError as error:  # safetensors reports a full disk so
+            raise OSError(f"{destination} cannot be written: {error}") from error
+        copy_tokenizer(source, written)
+        card = render_card(model, name=name, license=card_license(source))
         (written / "README.md").write_text(card, encoding="utf-8")
-        if destination.exists():
-            shutil.rmtree(destination)
-        written.rename(destination)
-    return report
+        replace_folder(written, destination)
 
 
 def _set_generation_defaults(model: MRPForDiffusionLM):
@@ -161,16 +158,36 @@ def _set_generation_defaults(model: MRPForDiffusionLM):
         generation.update(**{name: unset[name] for name in without_effect})
 
 
-def copy_tokenizer(source: str | Path, destination: str | Path) -> None:
-    """Copy the tokenizer's files unchanged, except for references to tokenizer code, which is not copied."""
-    for name in TOKENIZER_FILES:
-        if (Path(source) / name).exists():
-            shutil.copyfile(Path(source) / name, Path(destination) / name)
-    path = Path(destination) / "tokenizer_config.json"
-    if path.exists():
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values.pop("auto_map", None) is not None:
-            path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _check_places(destination: Path, overwrite: bool, *sources: Path | None):
+    """Check that writing the destination would lose none of the folders that are read, nor the current one."""
+    check_output("DST", destination, folder=True)
+    if destination.exists() and not overwrite:
+        raise ValueError(f"{destination} exists already: choose another folder, or replace it with --overwrite")
+    for folder in [path.resolve() for path in sources if path is not None]:
+        if folder == destination or folder in destination.parents or destination in folder.parents:
+            raise ValueError(f"DST {destination} overlaps with {folder}, which is read: choose another folder")
+    if destination in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(f"DST {destination} holds the current folder: choose another folder")
+
+
+def replace_folder(written: Path, destination: Path) -> None:
+    """Move a complete folder to its place; one that is there is kept until the new one stands, and else restored.
+
+    Args:
+        written: the new folder, on the same file system.
+        destination: its place, which may hold an older folder.
+    """
+    if not destination.exists():
+        written.rename(destination)
+        return
+    aside = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}.old."))
+    destination.rename(aside)  # replaces the empty folder
+    try:
+        written.rename(destination)
+    except BaseException:
+        aside.rename(destination)
+        raise
+    shutil.rmtree(aside)
 
 
 def _head_origin(model: MRPForDiffusionLM, head: Path | None) -> str:

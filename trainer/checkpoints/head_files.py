@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from modeling_mrp import MRPForDiffusionLM
+from modeling_mrp.checkpoint_files import CONFIG, HEAD_CONFIG, read_json
 
 from .durable import checksum, staged
 from .lora import check_no_live_adapter, forget_adapter, frozen_layers_hash, is_fresh, without_peft
@@ -17,7 +18,6 @@ from .sharded import sharded_like, whole_state
 from .weight_files import backbone_hash, base_of, fetch, tensor_index
 
 HEAD_WEIGHTS = "mrp_head.safetensors"
-HEAD_CONFIG = "mrp_head_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
@@ -210,8 +210,9 @@ def read_head_config(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / HEAD_CONFIG
     if not path.exists():
-        raise ValueError(f"{folder} holds no head: {HEAD_CONFIG} is missing")
-    return {"mrp_residual": True} | json.loads(path.read_text(encoding="utf-8"))
+        whole = " (it holds a whole model: name it as the model)" if (Path(folder) / CONFIG).exists() else ""
+        raise ValueError(f"{folder} holds no head: {HEAD_CONFIG} is missing{whole}")
+    return {"mrp_residual": True} | read_json(path)
 
 
 def _read_tensors(path: Path, expected: dict[str, Tensor], config: dict) -> dict[str, Tensor]:

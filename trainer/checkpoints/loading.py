@@ -11,6 +11,7 @@ from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from modeling_mrp.modeling_mrp import ResidualHead
 
 from .head_files import load_head, read_head_config
+from .tokenizer_files import check_tokenizer_files
 from .weight_files import fetch
 
 
@@ -40,7 +41,11 @@ def load_tokenizer(source: str | PathLike, config: MRPConfig, **options: Any) ->
         source: a folder or a Hub id.
         config: the model's config.
         options: arguments of `AutoTokenizer.from_pretrained` (revision, padding_side, ...).
+
+    Raises:
+        ValueError: naming a JSON file of the folder that is damaged.
     """
+    check_tokenizer_files(source)
     # given our config and no trust, transformers takes a tokenizer class of its own, whatever code the folder names
     return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **options)
 

@@ -14,6 +14,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from modeling_mrp import MRPForDiffusionLM
+from modeling_mrp.checkpoint_files import checkpoint_folder
 
 TARGETS = r"mrp_head\.layers\.\d+\..*_proj"  # the linear maps of the head's layers, and none of the backbone's
 
@@ -88,17 +89,22 @@ def apply_backbone_adapter(
         The model.
 
     Raises:
-        ValueError: if the adapter does not fit the backbone; or if it cannot stay separate, because it changes
-            `lm_head` or holds whole modules. The model must be discarded then.
+        OSError: if the adapter is neither a folder nor can be downloaded.
+        ValueError: if there is no adapter, or it does not fit the backbone; or if it cannot stay separate, because it
+            changes `lm_head` or holds whole modules. The model must be discarded then.
     """
     check_no_live_adapter(model)
+    hub = {name: kwargs.pop(name) for name in ("revision", "token", "cache_dir") if name in kwargs}
+    folder, _ = checkpoint_folder(adapter, ("*.json", "*.safetensors"), **hub)
+    if not (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{adapter} holds no adapter of peft: adapter_config.json is missing")
     # peft matches targets by the end of their names, and the head's layers have the same names as the backbone's:
     # take the head out while the adapter is applied.
     head, model.mrp_head = model.mrp_head, None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            adapted = PeftModel.from_pretrained(model, adapter, **kwargs)
+            adapted = PeftModel.from_pretrained(model, folder, **kwargs)
         if not merge:
             _check_can_stay_separate(adapted, adapter)
         else:

@@ -1,17 +1,15 @@
-"""Weight files: fetching them, reading safetensors headers, and hashing a backbone's weights."""
+"""Weight files: fetching them, their dtype, and hashing a backbone's weights."""
 
 import hashlib
-import json
 from collections import Counter
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 import hub_cards
 from modeling_mrp import MRPForDiffusionLM
+from modeling_mrp.checkpoint_files import checkpoint_folder, tensor_index, weight_files
 
 from .lora import merged_tensors
 
@@ -48,37 +46,16 @@ def fetch(source: str | Path, revision: str | None = None) -> tuple[Path, str | 
         The local folder, and the commit it was downloaded from (None for a local one).
 
     Raises:
+        ValueError: when a revision is given of a local folder.
         OSError: when the source is not local and cannot be downloaded.
     """
-    folder = Path(local_source(source))
-    if folder.is_dir():
-        return folder, None
+    if revision is not None and Path(local_source(source)).is_dir():
+        raise ValueError(f"revision {revision} is for Hub ids, but {source} is a local folder: omit it")
     try:
-        folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=READ_PATTERNS))
-    except (OSError, ValueError) as error:  # a network error, an answer of the Hub, or a name that is no Hub id
-        reason = str(error).strip().splitlines()[0]
+        return checkpoint_folder(local_source(source), READ_PATTERNS, revision=revision)
+    except OSError as error:
         embedded = ", ".join(f"{name} ({folder})" for name, folder in EMBEDDED_NAMES.items())
-        raise OSError(
-            f"{source} is not a local folder, and downloading it from the Hub failed: {reason} "
-            f"(embedded checkpoints: {embedded})"
-        ) from error
-    return folder, folder.name
-
-
-def weight_files(folder: str | Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: the shards that its index lists, or `model.safetensors`.
-
-    Raises:
-        ValueError: naming the files that are missing.
-    """
-    index = Path(folder) / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.exists():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    missing = sorted(name for name in names if not (Path(folder) / name).exists())
-    if missing:
-        raise ValueError(f"{folder} is incomplete: missing {', '.join(missing)}")
-    return [Path(folder) / name for name in sorted(names)]
+        raise OSError(f"{error} (embedded checkpoints: {embedded})") from error
 
 
 def weights_dtype(folder: str | Path) -> torch.dtype:
@@ -99,20 +76,6 @@ def weights_dtype(folder: str | Path) -> torch.dtype:
         found = ", ".join(sorted(values))
         logger.warning("the checkpoint has tensors of several dtypes (%s); all are written as %s", found, dtype)
     return DTYPES[dtype]
-
-
-def tensor_index(path: str | Path) -> list[tuple[str, str, list[int]]]:
-    """Return (name, dtype, shape) of every tensor in a safetensors file, reading its header only.
-
-    Raises:
-        ValueError: if the file is damaged or cut short.
-    """
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
-            return [(name, part.get_dtype(), part.get_shape()) for name, part in slices.items()]
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read ({error}): it is damaged or cut short") from error
 
 
 def base_of(

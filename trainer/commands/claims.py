@@ -121,10 +121,12 @@ def claims(
 
     from modeling_mrp.options import one_of
 
+    from ..checkpoints.output_paths import check_output
     from ..evaluation.claim_rules import CLAIMS
     from ..evaluation.modes import BACKBONE_ONLY, REFERENCE
     from ..evaluation.runs import Settings
 
+    check_output("--output", output, folder=True)
     names = only or list(CLAIMS)
     for name in names:
         one_of("--only", name, CLAIMS)

@@ -123,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError as error:
         return _fail(f"{error.filename or error} does not exist")
     except (ValueError, OSError) as error:
-        return _fail(str(error))
+        named = isinstance(error, OSError) and error.filename is not None  # a full disk, a missing permission ...
+        return _fail(f"{error.filename}: {error.strerror}" if named else str(error))
     except KeyboardInterrupt:
         return 130
 

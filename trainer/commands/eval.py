@@ -147,11 +147,15 @@ def evaluate(
     options = _options_for_all_modes(context.args)
 
     from ..checkpoints.loading import load
+    from ..checkpoints.output_paths import check_output
     from ..evaluation import plots as drawing
     from ..evaluation.calibration import check_can_store
     from ..evaluation.runs import Settings, read_eval_rows
     from ..evaluation.scorers import check_rows, load_scorer
 
+    folder = Path(output or f"eval-{Path(model).name}")
+    if calibrate is None:
+        check_output("--output", folder, folder=True)
     score = load_scorer(scorer, time_limit)
     rows = read_eval_rows(data)
     check_rows(scorer, rows)
@@ -178,7 +182,6 @@ def evaluate(
     if calibrate is not None:
         _calibrate(model, loaded, tokenizer, rows, score, settings, as_json)
         return None
-    folder = Path(output or f"eval-{Path(model).name}")
     records = _decode(checkpoint, loaded, tokenizer, rows, score, settings, folder)
     summary, table = _summarise(loaded, tokenizer, rows[:kl_prompts], records, settings, folder)
     if plots:

@@ -46,7 +46,14 @@ class MeasuringCommand(Command):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> int:
-        """Measure, write the result file if one is asked for, and return the exit status 0."""
+        """Measure, write the result file if one is asked for, and return the exit status 0.
+
+        Raises:
+            ValueError: before measuring, when the result file cannot be written.
+        """
+        from ..checkpoints.output_paths import check_output
+
+        check_output("--record", ctx.params["record"])
         measurement = super().invoke(ctx)
         if measurement is not None and ctx.params["record"] is not None:
             _write(ctx, measurement)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..checkpoints.output_paths import check_output
 from .options import BatchSize, Checkpoint, Device, Dtype, Head, MaxNewTokens, Model, Revision, check_at_least
 
 
@@ -44,6 +45,7 @@ def trajectories(
     )
     if out.suffix != ".parquet":
         raise ValueError(f"--out must end in .parquet, got {out}")
+    check_output("--out", out)
     try:
         decoding = json.loads(options)
     except json.JSONDecodeError as error:
@@ -77,6 +79,7 @@ def _write(rows: list[dict], sequence_length: int, out: Path) -> None:
     from ..evaluation.trajectories import packed
 
     result = Dataset.from_list(packed(rows, sequence_length))
+    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".new")
     result.to_parquet(str(temporary))
     temporary.replace(out)
