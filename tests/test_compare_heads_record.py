@@ -35,6 +35,7 @@ def test_comparison_records_every_head_with_its_recipe(tmp_path):
 def test_the_recorded_command_and_heads_are_those_of_this_run(tmp_path, monkeypatch):
     """The file held the heads of all earlier runs as well, and a command without --only and --scratch."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(compare_heads, "visited_rows", lambda *args: None)
     for name in ("visited states", "fresh"):
         run(["words", "--scratch", "here", "--only", name, "--record", "heads.json"], monkeypatch)

@@ -200,14 +200,21 @@ def sources(results: dict[str, Result]) -> str:
     commands = dict.fromkeys(line for result in results.values() for line in result.command)
     places: dict[str, list[str]] = {}
     for file, result in results.items():
-        settings = ", ".join(
-            f"{name.replace('_', ' ')} {_value(value)}" for name, value in result.settings.items() if value is not None
-        )
+        settings = settings_text(result.settings)
         places.setdefault(_measured_on(result), []).append(f"- [{file}.json](results/{file}.json): {settings}")
     lines = ["```", *commands, "```"]
     for place, files in places.items():
         lines += ["", place, "", *files]
     return "\n".join(lines)
+
+
+def settings_text(settings: dict[str, Any]) -> str:
+    """The settings of a result in one line, without the machine, switches that are off and options without a value."""
+    return ", ".join(
+        f"{name.replace('_', ' ')}{'' if value is True else f' {_value(value)}'}"
+        for name, value in settings.items()
+        if name != "machine" and value is not None and value is not False and value != []
+    )
 
 
 def _measured_on(result: Result) -> str:

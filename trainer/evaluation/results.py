@@ -6,6 +6,7 @@ source of the figures in README.md, hub_cards/RESULTS.md and the cards of the em
 """
 
 import json
+import os
 import platform
 import re
 import shlex
@@ -195,18 +196,22 @@ def check_result(result: Result) -> None:
 
 
 def command_line(program: str, arguments: Sequence[str]) -> str:
-    """A command as it can be typed again, without its `--record FILE`.
+    """The command line that repeats a measurement, without its `--record FILE`.
+
+    It sets OMP_NUM_THREADS if that is set here, since the number of threads determines every time on a CPU.
 
     Args:
         program: for example "mrp demo".
-        arguments: what followed it.
+        arguments: the words that followed it.
     """
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument != "--record" and not argument.startswith("--record="):
             kept.append(argument)
         skip = argument == "--record"
-    return " ".join([program, shlex.join(kept)]).strip()
+    threads = os.environ.get("OMP_NUM_THREADS")
+    environment = [f"OMP_NUM_THREADS={shlex.quote(threads)}"] if threads else []
+    return " ".join([*environment, program, shlex.join(kept)]).strip()
 
 
 def _plain(value: Any) -> Any:
