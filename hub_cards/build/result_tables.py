@@ -181,8 +181,8 @@ def card_figures(demo: Result, build: Result) -> str:
     steps = ", ".join(f"{row['step']} {row['seconds']:.0f} s" for row in build.rows)
     quality = build.figures.get("quality")
     parts = [
-        f"Measured on {demo.settings['samples']} held-out samples, greedy, float32, on a CPU (threads: "
-        f"{demo.machine['threads']}), Python {demo.versions['python']}. Every forward of the backbone is counted. The "
+        f"Measured on {demo.settings['samples']} held-out samples, greedy, float32, on a "
+        f"{demo.machine['device'].upper()} (threads: {demo.machine['threads']}), Python {demo.versions['python']}. Every forward of the backbone is counted. The "
         "time ratio is static's time over the mode's.",
         demo_table(demo.rows),
         *([quality] if quality else []),

@@ -126,9 +126,10 @@ def results_page(results: dict[str, Result]) -> str:
     }
     fields = {
         "demo_words": tables.demo_table(results["demo-words"].rows),
-        "demo_words_sources": tables.sources(some("demo-words", "build-words")),
+        "demo_words_sources": tables.sources(some("demo-words")),
         "demo_code": tables.demo_table(results["demo-code"].rows),
-        "demo_code_sources": tables.sources(some("demo-code", "build-code", "build-code-again")),
+        "demo_code_sources": tables.sources(some("demo-code")),
+        "build_sources": tables.sources(some("build-words", "build-code", "build-code-again")),
         "decode": tables.decode_table(by_task("bench-decode")),
         "decode_sources": tables.sources(some("bench-decode-words", "bench-decode-code")),
         "shapes": tables.shapes_table([results["bench-shapes-1.7b"], results["bench-shapes-4b-8b"]]),
