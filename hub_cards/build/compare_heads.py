@@ -40,6 +40,7 @@ from .build_tiny import (
     with_fresh_head,
 )
 from .recipes import RECIPES, Recipe
+from .result_tables import markdown
 
 STEPS = 150
 FRESH_STEPS = 300
@@ -142,7 +143,12 @@ def measure(model: MRPForDiffusionLM, task: Task, samples: Sequence[Sample], **o
 
 
 def compare(recipe: Recipe, scratch: Path, names: list[str]) -> dict[str, dict[str, float]]:
-    """Train and measure the variants of these names, and print one line of the table for each.
+    """Train and measure variants, with a line about each as soon as it is measured, and print the table.
+
+    Args:
+        recipe: recipe of the embedded checkpoint.
+        scratch: folder of backbones and heads.
+        names: keys of `VARIANTS`.
 
     Returns:
         For every head, the result of `measure`.
@@ -158,15 +164,9 @@ def compare(recipe: Recipe, scratch: Path, names: list[str]) -> dict[str, dict[s
             return visited_rows(start, recipe, scratch, STEPS * ROWS)
         return sample_rows(task.tokenizer, map(recipe.head_sample, range(FRESH_STEPS * ROWS)))
 
-    print(
-        f"{STEPS} steps of {ROWS} samples, fresh heads {FRESH_STEPS}; "
-        f"forwards saved on {len(samples)} validation samples, greedy\n"
-    )
-    columns = MODES[1:]
-    print("| head | " + " | ".join(columns) + " |")
-    print("|---" * (len(columns) + 1) + "|", flush=True)
     results = {}
     for name in [WITHOUT_HEAD, STARTED_FROM, *names]:
+        print(f"{name} ...", flush=True)
         if name == WITHOUT_HEAD:
             found = measure(start, task, samples, mrp_draft="self")
         elif name == STARTED_FROM:
@@ -174,7 +174,12 @@ def compare(recipe: Recipe, scratch: Path, names: list[str]) -> dict[str, dict[s
         else:
             found = measure(train_variant(name, start, recipe, rows, scratch / "heads"), task, samples)
         results[name] = found
-        print(f"| {name} | " + " | ".join(f"{found[column]:.2f}" for column in columns) + " |", flush=True)
+        print(f"{name}: {', '.join(f'{mode} {saved:.2f}' for mode, saved in found.items())}", flush=True)
+    lines = [[name, *(f"{saved[mode]:.2f}" for mode in MODES[1:])] for name, saved in results.items()]
+    print(
+        f"\n{STEPS} steps of {ROWS} samples, fresh heads {FRESH_STEPS}; forwards saved (static's over the mode's) on "
+        f"{len(samples)} validation samples, greedy\n\n{markdown(['head', *MODES[1:]], lines)}"
+    )
     return results
 
 

@@ -182,8 +182,8 @@ def card_figures(demo: Result, build: Result) -> str:
     quality = build.figures.get("quality")
     parts = [
         f"Measured on {demo.settings['samples']} held-out samples, greedy, float32, on a "
-        f"{demo.machine['device'].upper()} (threads: {demo.machine['threads']}), Python {demo.versions['python']}. Every forward of the backbone is counted. The "
-        "time ratio is static's time over the mode's.",
+        f"{demo.machine['device'].upper()} (threads: {demo.machine['threads']}), Python {demo.versions['python']}. "
+        "Every forward of the backbone is counted. The time ratio is static's time over the mode's.",
         demo_table(demo.rows),
         *([quality] if quality else []),
         f"Built by `{build.command[-1]}`, seed {build.settings['seed']}: {steps}.",

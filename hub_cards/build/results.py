@@ -167,6 +167,7 @@ def blocks(results: dict[str, Result]) -> dict[str, str]:
 
 
 def card_block(results: dict[str, Result], task: str) -> str:
+    """The text of the block in the card of a task's checkpoint."""
     return tables.card_figures(results[f"demo-{task}"], results[f"build-{task}"])
 
 

@@ -24,7 +24,7 @@ PACKAGE = "mrp-diffusion"
 
 @dataclass(frozen=True)
 class Schema:
-    """What a measuring command records at least; the documents show these values.
+    """What a measuring command must record, because the documents show it.
 
     Attributes:
         row: fields of every row. The rows are those that the command prints with `--json`.
@@ -37,7 +37,7 @@ class Schema:
     settings: tuple[str, ...] = ()
 
 
-# By the name of the command. Ratios are fractions of 1, not percentages.
+# Schemas by the name of the command. Shares and ratios are fractions of 1, not percentages.
 SCHEMAS = {
     "demo": Schema(
         ("name", "accuracy", "tokens_per_forward", "backbone_forwards", "wall_clock_ratio", "identical"),
@@ -236,7 +236,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _processor() -> str | None:
-    """The model of the processor; None if the system does not tell."""
+    """The model of the processor; None if the system does not report it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
