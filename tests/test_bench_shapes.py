@@ -79,7 +79,7 @@ def test_free_verification_and_drafts_save_as_much_time_as_forwards():
     assert free.speedup(1, accepted, 8) == 1
 
 
-def test_speedup_by_hand():
+def test_the_speedup_of_a_small_block_equals_the_quotient_worked_out_by_hand():
     """A block of two: the opening, then one round of one candidate, whatever K is; only the head's keys differ."""
     costs = Costs("any", 1, backbone={1: 3.0, 2: 4.0}, logits={1: 1.0, 2: 2.0}, head=0.5)
     assert costs.block_seconds(1, [], 2) == 4 + 1 + 3 + 1

@@ -105,7 +105,7 @@ def grid(kinds: Sequence[str], thresholds: Sequence[float], steps: Sequence[int]
     names = [REFERENCE]
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(f"unknown kind of mode {kind!r}; expected {', '.join(KINDS)}.{nearest(kind, KINDS)}")
+            raise ValueError(f"modes must be among {', '.join(KINDS)}, got {kind!r}.{nearest(kind, KINDS)}")
         if kind == "control":
             names += [f"static-{n}" for n in (2, 4) if block_size % n == 0]
         elif kind == "direct":
