@@ -79,12 +79,12 @@ def test_free_verification_and_drafts_save_as_much_time_as_forwards():
     assert free.speedup(1, accepted, 8) == 1
 
 
-def test_speedup_by_hand():
+def test_the_speedup_of_a_small_block_equals_the_quotient_worked_out_by_hand():
     """A block of two: the opening, then one round of one candidate, whatever K is; only the head's keys differ."""
     costs = Costs("any", 1, backbone={1: 3.0, 2: 4.0}, logits={1: 1.0, 2: 2.0}, head=0.5)
     assert costs.block_seconds(1, [], 2) == 4 + 1 + 3 + 1
     assert costs.block_seconds(2, [0.9], 2) == 4 + 1 + 0.5 + 3 + 1
-    # of three: after the opening two are masked, so K = 2 verifies two candidates and drafts one
+    # of three: two are masked after the opening, so K = 2 verifies two candidates and drafts one
     both = 4 + 2 + (0.5 + 1)
     assert costs.block_seconds(2, [0.9], 3) == pytest.approx(5.5 + both + 0.1 * (3 + 1))
 
@@ -194,8 +194,7 @@ def test_command_predicts_as_far_as_the_rates_reach(monkeypatch, tmp_path, capsy
     assert [(row["batch_size"], row["candidates"]) for row in rows] == [(b, k) for b in (1, 2) for k in (1, 2, 3)]
     assert [row["speedup"] is None for row in rows] == [False, False, True] * 2
     assert rows[0]["speedup"] == rows[0]["forwards_saved"] == rows[0]["verification_ratio"] == 1
-    # after the opening three are masked; two candidates are read while two or more are:
-    # 1 + (1 + N(2)/2 + N(1)/2) rounds
+    # three are masked after the opening, and two candidates are read while two are: 1 + (1 + N(2)/2 + N(1)/2) rounds
     assert rows[1]["forwards_saved"] == pytest.approx(4 / (1 + 1 + 0.5 * 1.5 + 0.5 * 1))
     assert [costs["layers_measured"] for costs in result["costs"]] == [1, 1]
     assert mrp(["bench", "shapes", *options, "--accepted", str(path)]) == 0

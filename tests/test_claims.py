@@ -68,14 +68,14 @@ def test_a_head_whose_output_is_zero_removes_no_kl(setup, tmp_path):
     assert row.figures["residual"] == pytest.approx(row.figures["before"])
 
 
-def test_without_a_scorer_agreement_with_static_stands_in_and_is_named(setup, tmp_path):
+def test_without_a_scorer_agreement_with_static_is_used_and_named(setup, tmp_path):
     (row,) = check_claims(*setup, ROWS, None, settings(scorer="none"), tmp_path, ["remask"])
     assert row.figures["score"] == "share identical to static" and row.figures["static"] == 1.0
     assert row.here.startswith("share identical to static")
     assert "no scorer" in row.reason or row.verdict.startswith(NOT_MEASURED)
 
 
-def test_without_a_head_only_what_needs_none_is_measured(tiny_model, word_tokenizer, tmp_path):
+def test_without_a_head_only_claims_about_the_backbone_are_measured(tiny_model, word_tokenizer, tmp_path):
     model = tiny_model(num_mrp_layers=0, vocab_size=20)
     rows = check_claims(model, word_tokenizer, ROWS, odd, settings(), tmp_path)
     assert {row.name: row.verdict for row in rows if row.figures is None} == dict.fromkeys(
@@ -239,7 +239,7 @@ def timeless(row):
     return {name: value for name, value in row["figures"].items() if name != "time_ratio"}
 
 
-def test_json_holds_a_row_for_each_claim_whose_command_shows_it_again(folder, capsys):
+def test_json_holds_each_claim_with_the_command_that_repeats_it(folder, capsys):
     report = json.loads(run(capsys, *COMMAND, "--full-head", "full", "--json", "--output", "answers"))
     assert (report["model"], report["prompts"]) == ("model", 3)
     assert set(report["scale"]) == {"parameters", "block_size", "device", "dtype", "batch_size"}
@@ -301,7 +301,7 @@ def test_bad_arguments_end_with_one_line(folder, capsys, tiny_model, arguments, 
     assert expected in shown.err and shown.out == ""
 
 
-def test_an_embedded_checkpoint_brings_its_held_out_samples_and_its_scorer():
+def test_an_embedded_checkpoint_uses_its_own_held_out_samples_and_scorer():
     from hub_cards.tasks.tasks import TASKS
 
     task = TASKS["words"]

@@ -56,7 +56,7 @@ def test_a_replay_goes_through_the_states_that_decoding_went_through(tiny_model,
         assert shown.tolist() == answer
 
 
-def test_logits_at_no_distance_do_not_differ_but_unrelated_ones_do(tiny_model):
+def test_kl_is_zero_at_distance_zero_but_not_between_unrelated_positions(tiny_model):
     model = tiny_model(block_size=8)
     same, unrelated = kl_by_distance(model, static_samples(model, eos_token_id=None), distances=[0])
     assert same == pytest.approx([0], abs=1e-6)

@@ -4,9 +4,12 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+from matplotlib.collections import LineCollection
 from matplotlib.text import Text
 
 from mrp_trainer.commands.cli import main
+from mrp_trainer.evaluation import plots
+from mrp_trainer.evaluation.modes import family
 from mrp_trainer.evaluation.plots import draw_acceptance, draw_frontier, draw_kl, draw_positions, write_plots
 
 
@@ -62,8 +65,8 @@ def test_drawings_without_figures_are_left_out(tmp_path):
 def test_the_front_runs_through_the_points_that_no_other_dominates():
     figure = draw_frontier(SUMMARY)
     assert lines(figure)["Pareto front"] == [[2.0, 0.9], [3.0, 0.5]]
-    notes = [text.get_text() for text in figure.axes[0].texts]
-    assert notes == ["spec-4", "dynamic-0.5"]
+    notes = {text.get_text() for text in figure.axes[0].texts}
+    assert notes == {"spec-4", "dynamic-0.5"}
 
 
 def test_the_points_of_a_family_make_one_curve_by_rising_speed():
@@ -107,6 +110,32 @@ def test_curves_that_coincide_have_different_markers_and_colours():
     drawn = draw_acceptance([ROWS[2], ROWS[2] | {"mode": "spec-4-token"}]).axes[0].lines
     assert len({line.get_marker() for line in drawn}) == len({line.get_color() for line in drawn}) == 2
     assert drawn[1].get_markerfacecolor() == "none"  # the first one shows through
+
+
+def test_a_family_of_modes_has_one_colour_in_all_drawings(tmp_path, monkeypatch):
+    """Colours went by the number of the curve, so that a colour meant another mode in every picture."""
+    drawn = {}
+    monkeypatch.setattr(plots, "_save", lambda figure, stem: [drawn.setdefault(stem.name, figure)])
+    write_plots(SUMMARY, tmp_path)
+    frontier = {bars.get_label(): bars.lines[0].get_color() for bars in drawn["frontier"].axes[0].containers}
+    for name in ("acceptance", "position"):
+        shown = drawn[name].axes[0].lines
+        assert [line.get_color() for line in shown] == [frontier[family(line.get_label())] for line in shown]
+
+
+def test_speed_by_position_shows_static_the_front_and_the_longest_chain_of_drafts(tmp_path, monkeypatch):
+    """Only the front was shown, from which remasking may displace every speculative mode."""
+    drawn = {}
+    monkeypatch.setattr(plots, "_save", lambda figure, stem: [drawn.setdefault(stem.name, figure)])
+    rows = [row | {"on_front": row["mode"] == "dynamic-0.5"} for row in ROWS]
+    write_plots(SUMMARY | {"rows": rows}, tmp_path)
+    assert list(lines(drawn["position"])) == ["static", "spec-4", "dynamic-0.5"]
+
+
+def test_the_legend_shows_markers_without_error_bars():
+    legend = draw_frontier(SUMMARY).axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["Pareto front", "static", "spec", "dynamic"]
+    assert not any(isinstance(artist, LineCollection) for artist in legend.findobj())
 
 
 def test_acceptance_starts_at_depth_one():

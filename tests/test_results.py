@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hub_cards.build import figure, results
-from hub_cards.build.result_tables import heads_table, loss_table, recipe_text, shapes_table, span
+from hub_cards.build.result_tables import heads_table, loss_table, recipe_text, settings_text, shapes_table, span
 from mrp_trainer.evaluation.results import SCHEMAS, command_line, read_result, write_result
 
 ROOT = Path(__file__).parents[1]
@@ -119,13 +119,21 @@ def test_a_damaged_file_is_named(tmp_path, text):
         read_result(tmp_path / "demo.json")
 
 
-def test_the_recorded_command_can_be_typed_again():
+def test_the_recorded_command_can_be_typed_again(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     arguments = ["--prompt", "two words", "--record", "out.json", "--samples", "2", "--record=out.json"]
     assert command_line("mrp demo", arguments) == "mrp demo --prompt 'two words' --samples 2"
     assert command_line("mrp demo", []) == "mrp demo"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert command_line("mrp demo", []) == "OMP_NUM_THREADS=1 mrp demo"
 
 
 # --- tables
+
+
+def test_settings_are_listed_without_those_that_say_nothing():
+    settings = {"raw": False, "ignore_eos": True, "head": None, "prompt": [], "seed": 0, "batch_sizes": [1, 4]}
+    assert settings_text(settings | {"machine": "a CPU"}) == "ignore eos, seed 0, batch sizes 1 4"
 
 
 def test_a_range_shows_one_value_when_both_ends_look_the_same():

@@ -8,6 +8,7 @@ Everything is seeded. To resume a build that was killed, start it again with the
 
 import argparse
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -227,9 +228,25 @@ def _merit(row: ModeFigures) -> float:
     return row.identical if row.accuracy is None else row.accuracy
 
 
-def build_command(recipe: Recipe) -> str:
-    """The command that builds a checkpoint; words is the default task."""
-    return "python -m hub_cards.build.build_tiny" + ("" if recipe.task.name == "words" else f" {recipe.task.name}")
+def default_scratch(recipe: Recipe) -> Path:
+    """The folder for unfinished work unless another one is given, relative to the current folder."""
+    return Path("build") / recipe.task.name
+
+
+def build_command(recipe: Recipe, scratch: Path, destination: Path) -> str:
+    """The command line that builds a checkpoint, without options at their default.
+
+    Args:
+        recipe: recipe of the checkpoint.
+        scratch: folder for unfinished work.
+        destination: folder of the checkpoint.
+    """
+    words = ["python", "-m", "hub_cards.build.build_tiny", recipe.task.name]
+    if scratch != default_scratch(recipe):
+        words += ["--scratch", str(scratch)]
+    if destination != recipe.task.folder:
+        words += ["--out", str(destination)]
+    return shlex.join(words)
 
 
 def figures_text(recipe: Recipe, demo: Result, built: Result) -> str:
@@ -319,7 +336,7 @@ def finish(model: MRPForDiffusionLM, recipe: Recipe, steps: Steps, scratch: Path
     times = [{"step": name, "seconds": spent} for name, spent in steps.seconds.items()]
     built = new_result(
         "build_tiny",
-        command=build_command(recipe),
+        command=build_command(recipe, scratch, destination),
         settings={"task": task.name, "seed": SEED},
         figures={
             "rows": times,
@@ -358,7 +375,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     recipe = RECIPES[options.task]
-    scratch = options.scratch or Path("build") / recipe.task.name
+    scratch = options.scratch or default_scratch(recipe)
     result = build(recipe, scratch, options.out or recipe.task.folder)
     if options.record is not None:
         save_result(options.record, result)

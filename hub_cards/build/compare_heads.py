@@ -3,16 +3,18 @@
     python -m hub_cards.build.compare_heads words
     python -m hub_cards.build.compare_heads code
 
-Every variant starts from the embedded head, or from the one in `build_tiny`'s scratch folder if it exists, and is
-trained on the same number of samples of the same prompts. Variants that need another kind of head start from a newly
-initialised one, and some continue from such a head. Finished heads are kept and not trained again.
+Every variant starts from the head in the scratch folder, where `build_tiny` leaves it before it is refined, or from
+the embedded head if there is none. All are trained on the same number of samples of the same prompts. Variants that
+need another kind of head start from a newly initialised one, and some continue from such a head. Finished heads stay
+in the scratch folder, in `heads/VARIANT/head`, and are not trained again.
 """
 
 import argparse
-import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,16 @@ import torch
 from datasets import Dataset
 
 from modeling_mrp import MRPForDiffusionLM
-from mrp_trainer.checkpoints.durable import write_text
 from mrp_trainer.checkpoints.head_files import load_head
 from mrp_trainer.evaluation.modes import mode_options, needs_head
-from mrp_trainer.evaluation.results import write_result
+from mrp_trainer.evaluation.results import command_line, write_result
 from mrp_trainer.evaluation.task_evaluation import evaluate_task
 
 from ..tasks.tasks import Sample, Task
 from .build_tiny import (
     build_backbone,
+    build_command,
+    default_scratch,
     forwards_saved,
     head_arguments,
     sample_rows,
@@ -37,6 +40,7 @@ from .build_tiny import (
     with_fresh_head,
 )
 from .recipes import RECIPES, Recipe
+from .result_tables import markdown
 
 STEPS = 150
 FRESH_STEPS = 300
@@ -99,7 +103,7 @@ def load_model(recipe: Recipe, scratch: Path) -> MRPForDiffusionLM:
 
 
 def train_variant(
-    name: str, start: MRPForDiffusionLM, recipe: Recipe, rows: dict[bool, Dataset], heads: Path
+    name: str, start: MRPForDiffusionLM, recipe: Recipe, rows: Callable[[bool], Dataset], heads: Path
 ) -> MRPForDiffusionLM:
     """Train a variant, or load its head if the folder `heads` already holds it.
 
@@ -107,7 +111,8 @@ def train_variant(
         name: key of `VARIANTS`.
         start: model that the variants start from.
         recipe: recipe of the embedded checkpoint.
-        rows: training rows of random states (key False) and of visited states (key True).
+        rows: returns the training rows: those of the states that decoding visits if its argument is true, else those
+            of random states.
         heads: folder of the finished heads.
     """
     variant, folder = VARIANTS[name], heads / name.replace(" ", "-")
@@ -118,7 +123,7 @@ def train_variant(
         changes |= {"max_steps": STEPS, "muon_learning_rate": 0.01, "learning_rate": 1.5e-3}
         model = deepcopy(start) if variant.after is None else train_variant(variant.after, start, recipe, rows, heads)
     arguments = head_arguments(folder / "training", **changes | variant.changes)
-    train_or_load(model, lambda: rows[variant.visited], arguments, folder / "head")
+    train_or_load(model, partial(rows, variant.visited), arguments, folder / "head")
     return model.eval()
 
 
@@ -138,7 +143,12 @@ def measure(model: MRPForDiffusionLM, task: Task, samples: Sequence[Sample], **o
 
 
 def compare(recipe: Recipe, scratch: Path, names: list[str]) -> dict[str, dict[str, float]]:
-    """Train and measure the variants of these names, and print one line of the table for each.
+    """Train and measure variants, with a line about each as soon as it is measured, and print the table.
+
+    Args:
+        recipe: recipe of the embedded checkpoint.
+        scratch: folder of backbones and heads.
+        names: keys of `VARIANTS`.
 
     Returns:
         For every head, the result of `measure`.
@@ -147,17 +157,16 @@ def compare(recipe: Recipe, scratch: Path, names: list[str]) -> dict[str, dict[s
     scratch.mkdir(parents=True, exist_ok=True)
     start = load_model(recipe, scratch)
     samples = task.held_out("validation", VALIDATION_SAMPLES)
-    rows = {False: sample_rows(task.tokenizer, map(recipe.head_sample, range(FRESH_STEPS * ROWS)))}
-    rows[True] = visited_rows(start, recipe, scratch, STEPS * ROWS)
-    print(
-        f"{STEPS} steps of {ROWS} samples, fresh heads {FRESH_STEPS}; "
-        f"forwards saved on {len(samples)} validation samples, greedy\n"
-    )
-    columns = MODES[1:]
-    print("| head | " + " | ".join(columns) + " |")
-    print("|---" * (len(columns) + 1) + "|", flush=True)
+
+    @cache  # visited rows take minutes to decode, and not every variant needs them
+    def rows(visited: bool) -> Dataset:
+        if visited:
+            return visited_rows(start, recipe, scratch, STEPS * ROWS)
+        return sample_rows(task.tokenizer, map(recipe.head_sample, range(FRESH_STEPS * ROWS)))
+
     results = {}
     for name in [WITHOUT_HEAD, STARTED_FROM, *names]:
+        print(f"{name} ...", flush=True)
         if name == WITHOUT_HEAD:
             found = measure(start, task, samples, mrp_draft="self")
         elif name == STARTED_FROM:
@@ -165,17 +174,23 @@ def compare(recipe: Recipe, scratch: Path, names: list[str]) -> dict[str, dict[s
         else:
             found = measure(train_variant(name, start, recipe, rows, scratch / "heads"), task, samples)
         results[name] = found
-        print(f"| {name} | " + " | ".join(f"{found[column]:.2f}" for column in columns) + " |", flush=True)
+        print(f"{name}: {', '.join(f'{mode} {saved:.2f}' for mode, saved in found.items())}", flush=True)
+    lines = [[name, *(f"{saved[mode]:.2f}" for mode in MODES[1:])] for name, saved in results.items()]
+    print(
+        f"\n{STEPS} steps of {ROWS} samples, fresh heads {FRESH_STEPS}; forwards saved (static's over the mode's) on "
+        f"{len(samples)} validation samples, greedy\n\n{markdown(['head', *MODES[1:]], lines)}"
+    )
     return results
 
 
-def record(file: Path, task: str, results: dict[str, dict[str, float]]) -> None:
+def record(file: Path, task: str, commands: Sequence[str], results: dict[str, dict[str, float]]) -> None:
     """Write a result file.
 
     Args:
         file: file to write.
         task: name of the task.
-        results: what `compare` returned.
+        commands: command lines that repeat the comparison.
+        results: the result of `compare`.
     """
     rows = [
         {"head": name, "recipe": asdict(VARIANTS[name]) if name in VARIANTS else None, "forwards_saved": saved}
@@ -190,30 +205,28 @@ def record(file: Path, task: str, results: dict[str, dict[str, float]]) -> None:
         "decoding": "greedy",
         "dtype": "float32",
     }
-    commands = [
-        f"python -m hub_cards.build.build_tiny {task} --out build/{task}/checkpoint",
-        f"python -m hub_cards.build.compare_heads {task}",
-    ]
     write_result(file, name="compare_heads", command=commands, settings=settings, figures={"rows": rows})
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Compare the variants that the command line names, and add the results to those of earlier runs."""
+    """Compare the variants that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=RECIPES)
     parser.add_argument("--scratch", type=Path, help="folder of backbones and heads (default: build/TASK)")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants (default: all)")
     parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (default: 2)")
     parser.add_argument("--record", type=Path, help="also write the figures to this result file")
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(words)
     torch.set_num_threads(options.threads)
-    scratch = options.scratch or Path("build") / options.task
-    file = scratch / "comparison.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    results = known | compare(RECIPES[options.task], scratch, options.only)
-    write_text(file, json.dumps(results, indent=1))
+    recipe = RECIPES[options.task]
+    scratch = options.scratch or default_scratch(recipe)
+    commands = [command_line("python -m hub_cards.build.compare_heads", words)]
+    if (scratch / "head").exists():
+        commands.insert(0, build_command(recipe, scratch, scratch / "checkpoint"))
+    results = compare(recipe, scratch, options.only)
     if options.record is not None:
-        record(options.record, options.task, results)
+        record(options.record, options.task, commands, results)
 
 
 if __name__ == "__main__":

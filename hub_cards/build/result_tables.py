@@ -181,9 +181,9 @@ def card_figures(demo: Result, build: Result) -> str:
     steps = ", ".join(f"{row['step']} {row['seconds']:.0f} s" for row in build.rows)
     quality = build.figures.get("quality")
     parts = [
-        f"Measured on {demo.settings['samples']} held-out samples, greedy, float32, on a CPU (threads: "
-        f"{demo.machine['threads']}), Python {demo.versions['python']}. Every forward of the backbone is counted. The "
-        "time ratio is static's time over the mode's.",
+        f"Measured on {demo.settings['samples']} held-out samples, greedy, float32, on a "
+        f"{demo.machine['device'].upper()} (threads: {demo.machine['threads']}), Python {demo.versions['python']}. "
+        "Every forward of the backbone is counted. The time ratio is static's time over the mode's.",
         demo_table(demo.rows),
         *([quality] if quality else []),
         f"Built by `{build.command[-1]}`, seed {build.settings['seed']}: {steps}.",
@@ -200,14 +200,21 @@ def sources(results: dict[str, Result]) -> str:
     commands = dict.fromkeys(line for result in results.values() for line in result.command)
     places: dict[str, list[str]] = {}
     for file, result in results.items():
-        settings = ", ".join(
-            f"{name.replace('_', ' ')} {_value(value)}" for name, value in result.settings.items() if value is not None
-        )
+        settings = settings_text(result.settings)
         places.setdefault(_measured_on(result), []).append(f"- [{file}.json](results/{file}.json): {settings}")
     lines = ["```", *commands, "```"]
     for place, files in places.items():
         lines += ["", place, "", *files]
     return "\n".join(lines)
+
+
+def settings_text(settings: dict[str, Any]) -> str:
+    """The settings of a result in one line, without the machine, switches that are off and options without a value."""
+    return ", ".join(
+        f"{name.replace('_', ' ')}{'' if value is True else f' {_value(value)}'}"
+        for name, value in settings.items()
+        if name != "machine" and value is not None and value is not False and value != []
+    )
 
 
 def _measured_on(result: Result) -> str:

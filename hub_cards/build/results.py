@@ -127,9 +127,10 @@ def results_page(results: dict[str, Result]) -> str:
     }
     fields = {
         "demo_words": tables.demo_table(results["demo-words"].rows),
-        "demo_words_sources": tables.sources(some("demo-words", "build-words")),
+        "demo_words_sources": tables.sources(some("demo-words")),
         "demo_code": tables.demo_table(results["demo-code"].rows),
-        "demo_code_sources": tables.sources(some("demo-code", "build-code", "build-code-again")),
+        "demo_code_sources": tables.sources(some("demo-code")),
+        "build_sources": tables.sources(some("build-words", "build-code", "build-code-again")),
         "decode": tables.decode_table(by_task("bench-decode")),
         "decode_sources": tables.sources(some("bench-decode-words", "bench-decode-code")),
         "shapes": tables.shapes_table([results["bench-shapes-1.7b"], results["bench-shapes-4b-8b"]]),
@@ -167,6 +168,7 @@ def blocks(results: dict[str, Result]) -> dict[str, str]:
 
 
 def card_block(results: dict[str, Result], task: str) -> str:
+    """The text of the block in the card of a task's checkpoint."""
     return tables.card_figures(results[f"demo-{task}"], results[f"build-{task}"])
 
 

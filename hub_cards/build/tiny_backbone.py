@@ -229,7 +229,7 @@ def stream_attention(
 ) -> tuple[Tensor, None]:
     """Attention over [noisy_1 | ... | noisy_S | clean] that never computes the scores between two noisy streams.
 
-    Every noisy stream becomes a row of its own, with the clean stream's keys and values behind its own.
+    Every noisy stream becomes a row of its own, with the clean stream's keys and values after its own.
 
     Args:
         module: the calling attention layer; unused, as are the keyword arguments.

@@ -35,14 +35,14 @@ CLOSINGS = {
     "now {name} has {value} {item}.": 0.25,
     "that leaves {name} with {value} {item}.": 0.25,
 }
-SWAP_PROBABILITY = 0.4  # of writing "b + a" where the running total is a
+SWAP_PROBABILITY = 0.4  # probability of writing "b + a" where the running total is a
 
 STEP_COUNTS = {2: 0.2, 3: 0.25, 4: 0.25, 5: 0.2, 6: 0.1}
 # Long solutions fit into an answer only if their numbers are small.
 VALUE_LIMITS = {2: MAX_VALUE, 3: MAX_VALUE, 4: MAX_VALUE, 5: 40, 6: 18}
 
 SPLITS = ("train", "validation", "test")
-_BUCKETS = 16  # of which validation and test get one each
+_BUCKETS = 16  # validation and test get one of them each
 
 _TOKEN = re.compile(r"\d|[A-Za-z]+|[^\sA-Za-z\d]")
 _STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")

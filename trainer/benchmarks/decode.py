@@ -73,8 +73,8 @@ class Row:
     split: dict[str, float]
 
 
-# prompts of one batch, and how many tokens static decoding answers to each -> their answers. The baselines give
-# token ids only: their forwards are counted from outside, see `_profile`.
+# Decodes one batch: takes its prompts and the number of tokens in static's answer to each, returns the answers. Those
+# of the baselines have token ids only; `_profile` counts their forwards.
 Decode = Callable[[list[list[int]], list[int]], list[Answer]]
 
 
@@ -124,7 +124,7 @@ def mode_decoder(name: str, model: MRPForDiffusionLM, max_new_tokens: int, ignor
     """Return the function that decodes a batch in a mode.
 
     Args:
-        name: a name of `modes.mode_options`, or one of the baselines from outside: `plain-sdar`,
+        name: a name of `modes.mode_options`, or one of the baselines that `generate` does not have: `plain-sdar`,
             `plain-sdar-dynamic-0.9` and `autoregressive`.
         model: the model.
         max_new_tokens: limit per prompt.
@@ -178,7 +178,7 @@ def _plain(model, max_new_tokens: int, rule: StepRule, ends: list[int], prompts,
 
 
 def _autoregressive(twin, pad: int, prompts, lengths) -> list[Answer]:
-    """As many tokens of each row as static decoding gave: weights trained for blocks never say when to stop."""
+    """Decode as many tokens of each row as static decoding did: weights trained for blocks predict no end here."""
     inputs = left_padded(prompts, pad, twin.device)
     new = twin.generate(**inputs, max_new_tokens=max(lengths), do_sample=False, pad_token_id=pad, use_cache=True)
     new = new[:, inputs["input_ids"].shape[1] :].tolist()

@@ -1,5 +1,6 @@
 """`mrp bench loss`: the residual loss against plain PyTorch, torch.compile and Liger, in time and peak memory."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -101,6 +102,7 @@ def peak_memory(step: Callable[[], object]) -> int:
     Args:
         step: the function to measure.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes its progress to stderr otherwise
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -177,27 +177,23 @@ def measure_costs(
     model = random_model(shape, layers, measured_head, block_size, dtype, torch.device(device), context)
     costs = []
     for batch_size in batch_sizes:
-        parts = StepParts(model, batch_size, context, counts[-1])
-        steps = {("logits", c): partial(parts.logits, c) for c in counts}
-        for depth in ("bare", "full"):
-            steps |= {(depth, c): partial(at_depth, model, depth, partial(parts.backbone, c)) for c in counts}
-            steps[depth, "head"] = partial(at_depth, model, depth, parts.head)
-        seconds = {
-            key: statistics.median(runs) for key, runs in interleaved(steps, repeats, torch.device(device)).items()
+        seconds = _seconds(model, StepParts(model, batch_size, context, counts[-1]), counts, repeats)
+        backbone = {
+            c: extrapolate(seconds["bare", c], seconds["full", c], layers, shape.num_hidden_layers) for c in counts
         }
-        costs.append(
-            Costs(
-                shape=name,
-                batch_size=batch_size,
-                backbone={
-                    c: extrapolate(seconds["bare", c], seconds["full", c], layers, shape.num_hidden_layers)
-                    for c in counts
-                },
-                logits={c: seconds["logits", c] for c in counts},
-                head=extrapolate(seconds["bare", "head"], seconds["full", "head"], measured_head, head_layers),
-            )
-        )
+        logits = {c: seconds["logits", c] for c in counts}
+        head = extrapolate(seconds["bare", "head"], seconds["full", "head"], measured_head, head_layers)
+        costs.append(Costs(name, batch_size, backbone, logits, head))
     return costs
+
+
+def _seconds(model: MRPForDiffusionLM, parts: StepParts, counts: Sequence[int], repeats: int) -> dict[tuple, float]:
+    """Median time of each part: ("logits", c), and with no layers ("bare") or all ("full") c candidates and "head"."""
+    steps = {("logits", c): partial(parts.logits, c) for c in counts}
+    for depth in ("bare", "full"):
+        steps |= {(depth, c): partial(at_depth, model, depth, partial(parts.backbone, c)) for c in counts}
+        steps[depth, "head"] = partial(at_depth, model, depth, parts.head)
+    return {key: statistics.median(runs) for key, runs in interleaved(steps, repeats, model.device).items()}
 
 
 def extrapolate(bare: float, measured: float, layers: int, full_layers: int) -> float:

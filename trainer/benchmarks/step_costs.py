@@ -66,7 +66,7 @@ class Costs:
         )
 
     def speedup(self, candidates: int, accepted: Sequence[float], block_size: int) -> float:
-        """Expected time of backbone-only decoding over that of `spec` with K candidates; arguments as above."""
+        """Expected time of backbone-only decoding over that of `spec`; arguments as in `block_seconds`."""
         alone = self.block_seconds(1, accepted, block_size)
         return alone / self.block_seconds(candidates, accepted, block_size)
 
@@ -79,13 +79,13 @@ def forwards_saved(candidates: int, accepted: Sequence[float], block_size: int) 
 def expected_block_cost(
     round_cost: Callable[[int], float], candidates: int, accepted: Sequence[float], block_size: int
 ) -> float:
-    """Expected cost of the rounds of a block after its first one, for the static rule with one token a step.
+    """Expected cost of the rounds of a block after its first one, for the static rule with one token per step.
 
     Every block is opened by a forward of its own here. Decoding also opens a block in the round that completes the one
     before it, where its drafts are right and K leaves room, so it needs fewer forwards than predicted.
 
-    With u positions still masked a round reads c = min(K, u) candidates: the current state and those after 1 .. c - 1
-    drafts. When a drafts are accepted, a + 1 fewer positions are masked after the round.
+    With u positions still masked, a round reads c = min(K, u) candidates: the current state, and the states after
+    1 .. c - 1 drafts. If a drafts are accepted, the round reveals a + 1 positions.
 
     Args:
         round_cost: function of c: the cost of a round that reads c candidates.

@@ -58,7 +58,7 @@ def interleaved(
 
 
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Median of the ratios above / below of each round; what slows the machine in a round slows both.
+    """Median over the rounds of above / below, both from the same round, so that a slow round affects both.
 
     Args:
         above: seconds of each round.

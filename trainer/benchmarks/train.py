@@ -154,7 +154,7 @@ class BareStep:
 
     The frozen backbone without gradients over the 2 + K streams [x_t | x_1 ... x_K | x_0]; forward and backward of
     the head over K states and, once, the clean stream; three matrix products with `lm_head` for every supervised
-    position (teacher, difference, gradient). Attention is dense over each stream alone: less than a step needs.
+    position (teacher, difference, gradient). Attention is dense within each stream only: a step needs more.
 
     Args:
         model: a model with a head.

@@ -31,12 +31,12 @@ def calibrate(
 
     Each candidate decodes all prompts at `confidence_threshold` 0.5. The best has the highest
     accuracy * W(accuracy) * tokens per forward, where W is the weight of `area_under_parallelism` against
-    backbone-only decoding; of equals the smallest is chosen.
+    backbone-only decoding. If several are equally good, the smallest is chosen.
 
     Args:
         model: the model, with a residual head.
         tokenizer: its tokenizer.
-        rows: a few rows of data, other ones than those that results will be reported on.
+        rows: a few rows of data, different from those that results will be reported on.
         scorer: function of (completion, row).
         settings: how to decode; its modes are not used.
         candidates: thresholds to compare.

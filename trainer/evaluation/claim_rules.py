@@ -13,8 +13,8 @@ NOT_MEASURED = "not measured: "
 NO_HEAD = NOT_MEASURED + "MODEL has no head: use one that has, or give --head FOLDER"
 NO_FULL_HEAD = NOT_MEASURED + "give --full-head FOLDER, a head trained with mrp_residual: false"
 ONE_TOKEN = NOT_MEASURED + "blocks of one token have no second step: use a model with larger blocks"
-SIMILAR, RELATED = 0.1, 0.5  # of the KL between unrelated positions
-MOSTLY = 0.5  # of a backbone's next choices
+SIMILAR, RELATED = 0.1, 0.5  # shares of the KL between unrelated positions
+MOSTLY = 0.5  # share of a backbone's next choices
 PUBLISHED_CRITERIA = ("confidence", "residual")
 SMALL = 1e9  # parameters; the published backbones have 1.7 to 8 billion
 
@@ -167,7 +167,7 @@ def _judge_lossless(f, scale):
     if f["prompts"] == f["tokens"] == 1:
         return HOLDS, ""
     if scale.dtype != "float32" and f["tokens"] >= 0.95:
-        return IN_PART, f"choices that hang on rounding in {scale.dtype}: `mrp verify` shows their margins"
+        return IN_PART, f"choices that depend on rounding in {scale.dtype}: `mrp verify` shows their margins"
     return FAILS, "`mrp verify` shows the first difference"
 
 
@@ -221,7 +221,7 @@ def _judge_drafter(f, scale):
     reason = f"at K = {equal} the backbone's own last logits draft about as well or better, at no cost"
     alone = [rates[0] for rates in f["acceptance_self"] if rates]
     if alone and min(alone) > MOSTLY:
-        reason += f": {min(alone):.0%} of its next choices do not hang on the token just revealed"
+        reason += f": {min(alone):.0%} of its next choices do not depend on the token just revealed"
     return IN_PART if any(ahead) else FAILS, reason
 
 
@@ -230,7 +230,7 @@ def _judge_drafter(f, scale):
 
 def _show_remask(f):
     speed = f["tokens_per_forward"]
-    parts = [f"{f['score']} (tokens a forward): static {f['static']:.3f} ({speed['static']:.2f})"]
+    parts = [f"{f['score']} (tokens per forward): static {f['static']:.3f} ({speed['static']:.2f})"]
     parts.append(f"dynamic {f['dynamic']:.3f} ({speed['dynamic']:.2f})")
     for name, score in f["remask"].items():
         parts.append(f"{name} {score:.3f} ({speed[name]:.2f}), {100 * f['lead'][name]['mean']:+.1f} points")

@@ -25,7 +25,7 @@ THRESHOLD = 0.5
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """One claim with its verdict; `figures` are the numbers behind `here`, None if nothing was measured."""
+    """One claim with its verdict; `figures` are the numbers that `here` shows, None if nothing was measured."""
 
     name: str
     claim: str
@@ -191,10 +191,10 @@ def check_claims(
         model: the model, in eval mode on its device.
         tokenizer: its tokenizer.
         rows: rows of the data, see `read_eval_rows`.
-        scorer: function of (completion, row); None: the share of answers identical to static's stands in.
+        scorer: function of (completion, row); None to use the share of answers identical to static's.
         settings: how to decode; its modes are replaced by those that the claims need.
         folder: where the decoded answers are kept; a run that was interrupted there is resumed.
-        names: names out of `CLAIMS`.
+        names: keys of `CLAIMS`.
         full: the same backbone with a head that predicts the full distribution.
         on_row: called with each row as soon as it is judged.
 
@@ -234,8 +234,8 @@ def judge_claim(name: str, figures: dict | None, scale: Scale) -> ClaimRow:
 
 
 def scale_of(model: MRPForDiffusionLM, settings: Settings) -> Scale:
-    """Return the size of a model and where it runs, which verdicts are read with."""
-    # by identity: lm_head may share its weight with the embedding
+    """Return the size of a model and where it runs, which the verdicts take into account."""
+    # counted by identity, because lm_head may share its weight with the embedding
     parameters = {id(p): p.numel() for part in (model.model, model.lm_head) for p in part.parameters()}
     return Scale(
         parameters=sum(parameters.values()),

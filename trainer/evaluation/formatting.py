@@ -4,9 +4,9 @@ import math
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Write a number with so many significant digits: 0.400, 0.00321, 25.3, 4.10e-07.
+    """Write a number with `digits` significant digits, such as 0.400, 0.00321, 25.3 or 4.10e-07.
 
-    A KL divergence may be anything from 10 to 1e-6 nats, where a fixed number of decimals shows 0.000.
+    KL divergences lie between 10 and 1e-6 nats; with a fixed number of decimals, the small ones would show as 0.000.
     """
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"

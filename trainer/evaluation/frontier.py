@@ -23,12 +23,11 @@ def area_under_parallelism(points: Iterable[Point], best_accuracy: float | None 
     The points (rho_i, y_i) are ordered by tokens per forward rho, with the accuracy y in percent; those whose accuracy
     is more than 5 points below the first one's are left out. Then
 
-
         AUP = rho_1 y_1 + sum over i > 1 of (rho_i - rho_{i-1}) (y_i W(y_i) + y_{i-1} W(y_{i-1})) / 2
         W(y) = min(exp(-3 (1 - y / y_best)), 1)
 
-    A decoder of one token a forward that is always right has 100, and speed that costs accuracy counts less. Of
-    several points at one speed the most accurate counts.
+    A decoder that reveals one token per forward and is always right has an AUP of 100; speed that costs accuracy
+    counts less. Of several points with the same speed, only the most accurate one is used.
 
     Args:
         points: at least one point, accuracy in 0..1.

@@ -29,9 +29,9 @@ def kl_by_depth(
 ) -> dict[str, list[float]]:
     """Return KL(B || A) and KL(B || A + C) by the number of tokens k = 1..K that were revealed in a block since A.
 
-    A are the backbone's logits on a state, B those after the reveals, C the head's correction. Noise and reveals are
-    those of training (a random share of the answer masked, one random token of each block revealed a step), so the
-    figures are comparable with a training log.
+    A are the backbone's logits on a state, B its logits after the reveals, C the head's correction. Noise and reveals
+    are those of training (a random share of the answer is masked, and every step reveals one random token of each
+    block), so the figures are comparable with a training log.
 
     Args:
         model: the model, with a head.
@@ -96,7 +96,7 @@ def kl_by_distance(
     for start in range(0, len(samples), REPLAYED_ROWS):
         states, hidden, is_answer = replay(model, samples[start : start + REPLAYED_ROWS])
         masked = (states == mask_id) & is_answer[:, None]  # [R, B, L]
-        # the rows of `hidden` are ordered by prompt: rotated by half their number, most meet another prompt's
+        # Rows are ordered by prompt: rotated by half their number, most are paired with a row of another prompt.
         unrelated, rows = hidden.clone(), hidden[masked]
         unrelated[masked] = rows.roll(len(rows) // 2, 0)
         block_ids = (torch.arange(states.shape[2], device=states.device) // size).expand_as(is_answer)
@@ -118,7 +118,7 @@ def kl_by_distance(
 
 @torch.no_grad()
 def replay(model: MRPForDiffusionLM, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Go through the states of greedy static decoding, one token a step, for all blocks of all rows at once.
+    """Replay greedy static decoding, one token per step, for all blocks of all rows at once.
 
     Every block sees the clean blocks before it, as in decoding, so one forward over both streams is a step of each
     block.

@@ -21,7 +21,7 @@ BACKBONE_ONLY = {"mrp_mode": None}
 NARROW = 0.9  # the published threshold of narrow-out, for every threshold of wide-in
 WIDE_NARROW = {"mrp_mode": "remask", "remask_criterion": "backbone", "remask_threshold": NARROW}
 DYNAMIC = BACKBONE_ONLY | {"remasking_strategy": "low_confidence_dynamic"}
-REMASK_THRESHOLD = "0.5"  # of `remask-C`: low, so that some proposals have to be masked again
+REMASK_THRESHOLD = "0.5"  # for `remask-C`; so low that some proposals have to be masked again
 SPEC = {
     (): {"mrp_draft": "head"},
     ("self",): {"mrp_draft": "self"},
@@ -36,10 +36,11 @@ def mode_options(name: str, block_size: int) -> dict:
     """Return the options of `generate` that a mode's name stands for.
 
     Args:
-        name: `static`, one token a step by the backbone; `static-N`, N tokens a step; `dynamic-T`, SDAR's threshold
-            decoding; `wide-narrow-T`, the same, masking again what later forwards doubt; `spec-K` and `direct-K`,
-            with the look-ahead K, `spec-K-self` drafted without a head and `spec-K-token` with token acceptance;
-            `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above the threshold T (default: 0.5).
+        name: `static`, one token per step by the backbone; `static-N`, N tokens per step; `dynamic-T`, SDAR's
+            threshold decoding; `wide-narrow-T`, the same, but tokens that later forwards doubt are masked again;
+            `spec-K` and `direct-K`, with the look-ahead K; `spec-K-self`, drafted without a head; `spec-K-token`, with
+            token acceptance; `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above the threshold T
+            (default: 0.5).
         block_size: block size of the model.
 
     Raises:
@@ -89,11 +90,11 @@ def needs_head(options: dict) -> bool:
 
 
 def grid(kinds: Sequence[str], thresholds: Sequence[float], steps: Sequence[int], block_size: int) -> dict[str, dict]:
-    """Return the options of `generate` of every mode of a grid, by name; `static`, one token a step, comes first.
+    """Return the options of `generate` of every mode of a grid, by name; `static`, one token per step, comes first.
 
     Args:
-        kinds: names out of `KINDS`, which are those of `mode_options` without their numbers; `control` is `static`
-            with 2 and with 4 tokens a step.
+        kinds: elements of `KINDS`: names as in `mode_options`, without their numbers. `control` is `static` with 2
+            and with 4 tokens per step.
         thresholds: values of T for `dynamic`, `wide-narrow` and `remask-*`.
         steps: values of K for `spec*` and `direct`.
         block_size: block size of the model.
@@ -104,7 +105,7 @@ def grid(kinds: Sequence[str], thresholds: Sequence[float], steps: Sequence[int]
     names = [REFERENCE]
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(f"modes must be out of {', '.join(KINDS)}, got {kind!r}.{nearest(kind, KINDS)}")
+            raise ValueError(f"modes must be among {', '.join(KINDS)}, got {kind!r}.{nearest(kind, KINDS)}")
         if kind == "control":
             names += [f"static-{n}" for n in (2, 4) if block_size % n == 0]
         elif kind == "direct":

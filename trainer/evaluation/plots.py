@@ -18,8 +18,8 @@ FORMATS = ("png", "svg")
 SIZE = (8.0, 4.8)  # inches
 BEFORE, AFTER = "#b0b0b0", "#1f77b4"
 # Curves may coincide: each has its own shape, and later ones are smaller and hollow, so that all remain visible.
-MARKERS = "osD^vP*XpH<>"
-LABEL_PLACES = [  # (x, y) in points from the labelled point, and how the text is aligned there; best first
+MARKERS = "osD^v<>ph8d"
+LABEL_PLACES = [  # offset (x, y) in points from the labelled point, and the alignment of the text there; best first
     ((x, y), side)
     for distance in (9, 18, 28, 40)
     for x, y, side in (
@@ -59,25 +59,32 @@ def write_plots(summary: dict, folder: str | Path, subject: str = "") -> list[Pa
     require_matplotlib()
     folder, rows = Path(folder), summary["rows"]
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {}
+    figures, colours, drafting = {}, _colours(rows), _deepest(rows)
     if "aup" in summary:
         figures["frontier"] = draw_frontier(summary, subject)
-    if drafting := _deepest(rows):
-        figures["acceptance"] = draw_acceptance(drafting, subject)
-    figures["position"] = draw_positions([row for row in rows if row is rows[0] or row["on_front"]], subject)
+    if drafting:
+        figures["acceptance"] = draw_acceptance(drafting, subject, colours)
+    shown = [row for row in rows if row is rows[0] or row["on_front"] or row in drafting]
+    figures["position"] = draw_positions(shown, subject, colours)
     if summary.get("kl") and summary["kl"]["before"]:
         figures["kl"] = draw_kl(summary["kl"], subject)
     return [file for name, figure in figures.items() for file in _save(figure, folder / name)]
 
 
 def _deepest(rows: Sequence[dict]) -> list[dict]:
-    """Of each family of modes that draft, the one with the longest chains: shorter ones lie on its curve."""
+    """Return the row with the longest chains of each family of modes that draft; shorter chains lie on its curve."""
     deepest: dict[str, dict] = {}
     for row in rows:
         known = deepest.get(family(row["mode"]), {"acceptance": []})
         if len(row["acceptance"]) > len(known["acceptance"]):
             deepest[family(row["mode"])] = row
     return list(deepest.values())
+
+
+def _colours(rows: Sequence[dict]) -> dict[str, str]:
+    """Return the colour of each family of modes; it is the same in all drawings of a summary."""
+    families = dict.fromkeys(family(row["mode"]) for row in rows)
+    return {name: f"C{number % 10}" for number, name in enumerate(families)}
 
 
 # -- the drawings
@@ -96,7 +103,7 @@ def draw_frontier(summary: dict, subject: str = "") -> Figure:
     curves: dict[str, list[dict]] = {}
     for row in sorted(rows, key=lambda row: row["tokens_per_forward"]):
         curves.setdefault(family(row["mode"]), []).append(row)
-    styles = {name: _style(number) for number, name in enumerate(dict.fromkeys(family(row["mode"]) for row in rows))}
+    styles = {name: _style(number, colour) for number, (name, colour) in enumerate(_colours(rows).items())}
     bars = {row["mode"]: _error_bar(row) for row in rows}
     for name, style in styles.items():
         accuracies = [row["accuracy"] for row in curves[name]]
@@ -105,14 +112,14 @@ def draw_frontier(summary: dict, subject: str = "") -> Figure:
         speeds = [row["tokens_per_forward"] for row in curves[name]]
         axes.errorbar(speeds, accuracies, yerr=errors, capsize=2, elinewidth=0.6, label=name, **style)
     front = pareto_front((row["tokens_per_forward"], row["accuracy"]) for row in rows)
-    axes.plot(
-        *zip(*front, strict=True), color="black", linestyle=(0, (4, 3)), linewidth=1, label="Pareto front", zorder=1
-    )
+    # a broad band, which remains visible under the curves that lie on it
+    band = {"color": "#dddddd", "linewidth": 8, "solid_capstyle": "butt", "solid_joinstyle": "round"}
+    axes.plot(*zip(*front, strict=True), label="Pareto front", zorder=1, **band)
     _leave_room(axes)
     _legend(axes)
     points = {row["mode"]: (row["tokens_per_forward"], row["accuracy"]) for row in rows}
     labels = {}
-    for point in front:
+    for point in reversed(front):  # it falls to the right, so labels find room above it if they start there
         modes = [mode for mode, place in points.items() if place == point]
         labels[point] = ", ".join(modes), styles[family(modes[0])]["color"]
     lines = [[points[row["mode"]] for row in curve] for curve in curves.values()]
@@ -135,36 +142,45 @@ def _error_bar(row: dict) -> tuple[float, float]:
     return max(row["accuracy"] - row["standard_error"], 0.0), min(row["accuracy"] + row["standard_error"], 1.0)
 
 
-def draw_acceptance(rows: Sequence[dict], subject: str = "") -> Figure:
+def draw_acceptance(rows: Sequence[dict], subject: str = "", colours: dict[str, str] | None = None) -> Figure:
     """Draw the share of drafts accepted over their depth after the backbone's certain step, a curve for each row.
 
     Args:
         rows: rows of `summarise` with drafts.
         subject: model and task, for the title.
+        colours: colour of each family of modes (default: one for each family in `rows`).
     """
-    figure, axes = _figure("Drafts accepted", subject, "depth of the draft", "share accepted")
+    colours = colours or _colours(rows)
+    figure, axes = _figure(
+        "Drafts accepted, by depth", subject, "drafts after the backbone's own step", "share accepted"
+    )
     for number, row in enumerate(rows):
         depths = range(1, 1 + len(row["acceptance"]))
-        axes.plot(depths, row["acceptance"], label=row["mode"], **_style(number))
+        axes.plot(depths, row["acceptance"], label=row["mode"], **_style(number, colours[family(row["mode"])]))
     axes.set_ylim(0, 1.03)
     axes.set_xticks(range(1, 1 + max(len(row["acceptance"]) for row in rows)))
     _legend(axes)
     return figure
 
 
-def draw_positions(rows: Sequence[dict], subject: str = "") -> Figure:
+def draw_positions(rows: Sequence[dict], subject: str = "", colours: dict[str, str] | None = None) -> Figure:
     """Draw tokens per forward at each position of the block; a token costs its share of the forward that revealed it.
 
     Args:
         rows: rows of `summarise`.
         subject: model and task, for the title.
+        colours: colour of each family of modes (default: one for each family in `rows`).
     """
+    colours = colours or _colours(rows)
     figure, axes = _figure(
-        "Speed by position in the block", subject, "position in the block", "tokens per forward of the backbone"
+        "Speed by position in the block",
+        subject,
+        "position in the block, from 0",
+        "tokens per forward of the backbone",
     )
     for number, row in enumerate(rows):
         values = [float("nan") if value is None else value for value in row["tokens_per_forward_by_position"]]
-        axes.plot(range(len(values)), values, label=row["mode"], **_style(number))
+        axes.plot(range(len(values)), values, label=row["mode"], **_style(number, colours[family(row["mode"])]))
     axes.set_ylim(bottom=0)
     axes.set_xticks(range(len(rows[0]["tokens_per_forward_by_position"])))
     _legend(axes)
@@ -172,7 +188,7 @@ def draw_positions(rows: Sequence[dict], subject: str = "") -> Figure:
 
 
 def draw_kl(kl: dict, subject: str = "") -> Figure:
-    """Draw the KL from the backbone's later logits to the earlier ones, before and after the head's correction.
+    """Draw the KL between the backbone's later logits and the earlier ones, before and after the head's correction.
 
     Args:
         kl: from `kl_by_depth`.
@@ -187,7 +203,11 @@ def draw_kl(kl: dict, subject: str = "") -> Figure:
     depths = range(1, 1 + len(kl["before"]))
     for shift, name, color in ((-0.2, "before", BEFORE), (0.2, "after", AFTER)):
         bars = axes.bar(
-            [depth + shift for depth in depths], kl[name], width=0.38, color=color, label=f"{name} correction"
+            [depth + shift for depth in depths],
+            kl[name],
+            width=0.38,
+            color=color,
+            label=f"{name} the head's correction",
         )
         axes.bar_label(bars, [significant(value) for value in kl[name]], padding=2, fontsize=8)
     axes.margins(y=0.1)
@@ -198,7 +218,7 @@ def draw_kl(kl: dict, subject: str = "") -> Figure:
     return figure
 
 
-# -- what they share
+# -- shared by the drawings
 
 
 def _figure(title: str, subject: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
@@ -211,11 +231,11 @@ def _figure(title: str, subject: str, xlabel: str, ylabel: str) -> tuple[Figure,
     return figure, axes
 
 
-def _style(number: int) -> dict:
-    """Colour and marker of curve number 0, 1, ...: later ones are drawn on top, smaller and hollow."""
+def _style(number: int, colour: str) -> dict:
+    """Marker and line of curve number 0, 1, ... in a colour; later curves are drawn on top, smaller and hollow."""
     hollow = {"markerfacecolor": "none", "markeredgewidth": 1.3} if number else {}
     return hollow | {
-        "color": f"C{number % 10}",
+        "color": colour,
         "marker": MARKERS[number % len(MARKERS)],
         "markersize": max(7.5 - number / 2, 5),
         "linewidth": 1.2,
@@ -224,8 +244,12 @@ def _style(number: int) -> dict:
 
 
 def _legend(axes: Axes) -> None:
-    """A legend to the right of the axes, where it hides no curve."""
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, markerscale=0.8)
+    """Add a legend to the right of the axes, where it hides no curve. It shows markers without error bars."""
+    from matplotlib.container import Container
+
+    handles, labels = axes.get_legend_handles_labels()
+    handles = [handle[0] if isinstance(handle, Container) else handle for handle in handles]
+    axes.legend(handles, labels, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0)
 
 
 def _label_points(
@@ -235,7 +259,15 @@ def _label_points(
     lines: Iterable[Sequence[Point]],
     markers: Iterable[Point],
 ) -> None:
-    """Label points with (text, colour) where the text covers no line, marker or other label, if there is room."""
+    """Label points in places where the text covers no line, marker or other label, if there is room.
+
+    Args:
+        figure: the figure.
+        axes: its axes, with final limits.
+        labels: text and colour of the label of each point.
+        lines: curves that labels should not cover.
+        markers: points that labels should not cover.
+    """
     from matplotlib.text import Text
 
     figure.draw_without_rendering()  # the layout decides where the axes lie
@@ -277,7 +309,7 @@ def _label_points(
 
 
 def _along(line: Sequence[Point], distance: float = 2.0) -> list[Point]:
-    """Places on a line, about `distance` apart, its corners included."""
+    """Return the corners of a line, and points on it about `distance` apart."""
     places = [line[-1]]
     for (x, y), (next_x, next_y) in zip(line, line[1:], strict=False):
         steps = max(int(max(abs(next_x - x), abs(next_y - y)) / distance), 1)

@@ -6,6 +6,7 @@ source of the figures in README.md, hub_cards/RESULTS.md and the cards of the em
 """
 
 import json
+import os
 import platform
 import re
 import shlex
@@ -25,7 +26,7 @@ PACKAGE = "mrp-diffusion"
 
 @dataclass(frozen=True)
 class Schema:
-    """What a measuring command records at least; the documents show these values.
+    """What a measuring command must record, because the documents show it.
 
     Attributes:
         row: fields of every row. The rows are those that the command prints with `--json`.
@@ -38,7 +39,7 @@ class Schema:
     settings: tuple[str, ...] = ()
 
 
-# By the name of the command. Ratios are fractions of 1, not percentages.
+# Schemas by the name of the command. Shares and ratios are fractions of 1, not percentages.
 SCHEMAS = {
     "demo": Schema(
         ("name", "accuracy", "tokens_per_forward", "backbone_forwards", "wall_clock_ratio", "identical"),
@@ -197,18 +198,22 @@ def check_result(result: Result) -> None:
 
 
 def command_line(program: str, arguments: Sequence[str]) -> str:
-    """A command as it can be typed again, without its `--record FILE`.
+    """The command line that repeats a measurement, without its `--record FILE`.
+
+    It sets OMP_NUM_THREADS if that is set here, since the number of threads determines every time on a CPU.
 
     Args:
         program: for example "mrp demo".
-        arguments: what followed it.
+        arguments: the words that followed it.
     """
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument != "--record" and not argument.startswith("--record="):
             kept.append(argument)
         skip = argument == "--record"
-    return " ".join([program, shlex.join(kept)]).strip()
+    threads = os.environ.get("OMP_NUM_THREADS")
+    environment = [f"OMP_NUM_THREADS={shlex.quote(threads)}"] if threads else []
+    return " ".join([*environment, program, shlex.join(kept)]).strip()
 
 
 def _plain(value: Any) -> Any:
@@ -233,7 +238,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _processor() -> str | None:
-    """The model of the processor; None if the system does not tell."""
+    """The model of the processor; None if the system does not report it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)

@@ -18,14 +18,14 @@ class ModeFigures:
         accuracy, standard_error: mean score and its standard error; None without a scorer.
         tokens_per_forward: new tokens per forward of the backbone, every forward counted.
         forwards, head_forwards: over all prompts; a forward counts once for each prompt that takes part in it.
-        tokens: new tokens, those that end a text included.
+        tokens: new tokens, including those that end a text.
         seconds: decoding time of all prompts.
         time_ratio: the reference's seconds over this mode's; above 1 is faster.
         identical: share of the answers that equal the reference's token for token.
         acceptance: share of the drafts proposed at depth 1, 2, ... after the backbone's certain step that were
             accepted; a draft after a rejected one is rejected.
         tokens_per_forward_by_position: by position in the block; a token costs its share of the forward that
-            revealed it. None where no token fell.
+            revealed it. None for a position that holds no token.
         on_front: whether no other mode is better in accuracy or speed without being worse in the other.
     """
 
@@ -128,7 +128,7 @@ def rows_table(rows: Sequence[dict], columns: Sequence[str] = tuple(COLUMNS)) ->
 
     Args:
         rows: rows of `summarise`.
-        columns: headings out of `COLUMNS`; those that need scores are left out where there are none.
+        columns: keys of `COLUMNS`; those that need scores are left out if there are none.
     """
     if rows[0]["accuracy"] is None:
         columns = [name for name in columns if name not in NEED_SCORES]

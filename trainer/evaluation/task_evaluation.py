@@ -29,7 +29,7 @@ class Task(Protocol):
     Attributes:
         tokenizer: the tokenizer of prompts and answers.
         answer_tokens: largest length of an answer.
-        right_when: when an answer is right, in words; None if the task cannot tell.
+        right_when: when an answer is right, in words; None if the task has no such rule.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ def demo_rows(figures: Sequence[ModeFigures]) -> list[dict]:
 
 
 def task_scorer(task: Task, samples: Sequence) -> Scorer | None:
-    """Return the scorer of rows whose `number` is the index of their sample; None if the task cannot tell."""
+    """Return the scorer of rows whose `number` is the index of their sample; None without `right_when`."""
     if task.right_when is None:
         return None
     return lambda text, row: task.right(samples[row["number"]], text)
