@@ -32,7 +32,8 @@ from .checkpoints.head_files import load_head
 from .checkpoints.loading import default_attention, load_tokenizer
 from .checkpoints.lora import apply_backbone_adapter, is_fresh, lora_head, without_peft
 from .checkpoints.resume import last_checkpoint
-from .data.rows import is_streamed, load_source, prepare_dataset
+from .data.reading import load_source
+from .data.rows import is_streamed, prepare_dataset
 from .memory import advice, estimate_memory, free_memory
 from .mrp_trainer import MRPTrainer
 
@@ -179,6 +180,8 @@ def prepared_rows(
         long_samples=data_args.long_samples,
         append_eos=data_args.append_eos,
         num_proc=data_args.preprocessing_processes,
+        prompt_field=data_args.prompt_field,
+        answer_field=data_args.answer_field,
     )
 
 
