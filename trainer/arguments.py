@@ -88,8 +88,8 @@ class DataArguments:
 
     train_data: str | None = option(
         None,
-        "jsonl, json or parquet file, folder, or Hub data set with messages, conversations (from and value), prompt and "
-        "completion, or text. Required.",
+        "jsonl, json or parquet file, folder, or Hub data set with messages, conversations (from and value), prompt "
+        "and completion, or text. Required.",
     )
     eval_data: str | None = option(
         None,

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .options import (
+    AnswerField,
     AsJson,
     BatchSize,
     Checkpoint,
+    DataConfig,
     Device,
     Dtype,
     FullHead,
     Head,
     Model,
+    PromptField,
     PromptFile,
     Raw,
     Record,
     Revision,
+    Split,
     flag,
     given,
 )
@@ -63,9 +67,15 @@ def claims(
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="jsonl file of prompts (or messages) and what the scorer reads.", show_default=False
+            metavar="DATA",
+            help="Data of prompts (or messages) and what the scorer reads, as in `mrp eval`.",
+            show_default=False,
         ),
     ] = None,
+    prompt_field: PromptField = None,
+    answer_field: AnswerField = None,
+    data_config: DataConfig = None,
+    split: Split = "train",
     scorer: Annotated[
         str | None,
         typer.Option(
@@ -130,7 +140,8 @@ def claims(
         one_of("--only", name, CLAIMS)
     task = embedded_task(model, revision)
     if data is not None or prompt_file is not None:
-        samples = samples_of_file(data, scorer, prompt_file, raw)
+        fields = {"name": data_config, "split": split, "prompt_field": prompt_field, "answer_field": answer_field}
+        samples = samples_of_file(data, scorer, prompt_file, raw, **fields)
     elif task is not None:
         samples = samples_of_task(task, prompts)
     else:
@@ -214,14 +225,17 @@ def samples_of_task(task: "WordProblems | PythonFunctions", count: int) -> Sampl
     return Samples(rows, lambda text, row: task.right(held_out[row["number"]], text), task.right_when, raw=True)
 
 
-def samples_of_file(data: str | None, scorer: str | None, prompt_file: str | None, raw: bool) -> Samples:
-    """Samples of a jsonl file, or of a file with one prompt per line.
+def samples_of_file(
+    data: str | None, scorer: str | None, prompt_file: str | None, raw: bool, **fields: str | None
+) -> Samples:
+    """Samples of a data set, or of a file with one prompt per line.
 
     Args:
-        data: path of a jsonl file, or None to read `prompt_file`.
+        data: a data file, folder or Hub id, or None to read `prompt_file`.
         scorer: name of the scorer, or None.
         prompt_file: path of a file with one prompt per line, or "-" for standard input.
         raw: whether the prompts go without the tokenizer's chat template.
+        **fields: further arguments of `read_eval_rows`.
 
     Raises:
         ValueError: for an unknown scorer, or rows that it cannot read.
@@ -232,8 +246,8 @@ def samples_of_file(data: str | None, scorer: str | None, prompt_file: str | Non
     if data is None:
         return Samples([{"prompt": prompt} for prompt in read_prompts([], prompt_file)], raw=raw)
     if scorer is None:
-        return Samples(read_eval_rows(data), raw=raw)
-    score, rows = load_scorer(scorer), read_eval_rows(data)
+        return Samples(read_eval_rows(data, **fields), raw=raw)
+    score, rows = load_scorer(scorer), read_eval_rows(data, **fields)
     check_rows(scorer, rows)
     return Samples(rows, score, scorer, raw)
 

@@ -10,19 +10,23 @@ import typer
 import yaml
 
 from .options import (
+    AnswerField,
     AsJson,
     BatchSize,
     Checkpoint,
+    DataConfig,
     Device,
     Dtype,
     FullHead,
     Head,
     MaxNewTokens,
     Model,
+    PromptField,
     Raw,
     Record,
     Revision,
     Seed,
+    Split,
     flag,
     given,
 )
@@ -63,7 +67,12 @@ def evaluate(
     context: typer.Context,
     model: Model,
     data: Annotated[
-        str, typer.Option(metavar="FILE", help="jsonl file of prompts (or messages) and what the scorer reads.")
+        str,
+        typer.Option(
+            metavar="DATA",
+            help="jsonl, json or parquet file, folder or Hub data set of prompts (or messages) and what the scorer "
+            "reads.",
+        ),
     ],
     scorer: Annotated[
         str,
@@ -74,6 +83,10 @@ def evaluate(
             "(text, row).",
         ),
     ],
+    prompt_field: PromptField = None,
+    answer_field: AnswerField = None,
+    data_config: DataConfig = None,
+    split: Split = "train",
     modes: Annotated[
         list[str] | None,
         typer.Option(
@@ -138,7 +151,7 @@ def evaluate(
 ) -> Measurement | None:
     """Measure accuracy against tokens per forward.
 
-    Every prompt of a jsonl file is decoded in every mode of a grid, and the new text is scored. Results are appended
+    Every prompt of the data is decoded in every mode of a grid, and the new text is scored. Results are appended
     prompt by prompt: after an interruption the same command continues. Any option of `generate` may follow as --name
     value and then holds for all modes. The folder gets results.jsonl, manifest.json, summary.json, summary.md and
     plots.
@@ -153,7 +166,7 @@ def evaluate(
     from ..evaluation.scorers import check_rows, load_scorer
 
     score = load_scorer(scorer, time_limit)
-    rows = read_eval_rows(data)
+    rows = read_eval_rows(data, name=data_config, split=split, prompt_field=prompt_field, answer_field=answer_field)
     check_rows(scorer, rows)
     if calibrate is not None:
         check_can_store(model)

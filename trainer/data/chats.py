@@ -82,7 +82,7 @@ def _as_message(turn: Any, place: str, nulls_are_values: bool) -> dict:
             raise ValueError(f"{place}: from must be one of {', '.join(SPEAKERS)}, got {turn['from']!r}")
         turn = {"role": SPEAKERS[turn["from"]], "content": turn.get("value")}
     if not isinstance(turn.get("role"), str):
-        raise ValueError(f'{place}: expected role and content, or from and value, got {", ".join(turn) or "{}"}')
+        raise ValueError(f"{place}: expected role and content, or from and value, got {', '.join(turn) or '{}'}")
     if not nulls_are_values:
         return without_nulls(turn, keep="content")
     return {key: item for key, item in turn.items() if item is not None or key == "content"}

@@ -88,7 +88,7 @@ def _rows_of_array(first: tuple[int, str], lines: Iterator[tuple[int, str]], nam
 
 def _check_object(row: Any, place: str) -> None:
     if not isinstance(row, dict):
-        raise ValueError(f"{place}: expected an object such as {{\"prompt\": ...}}, got {json.dumps(row)[:40]}")
+        raise ValueError(f'{place}: expected an object such as {{"prompt": ...}}, got {json.dumps(row)[:40]}')
 
 
 def parse_json(text: str, name: str, line: int) -> Any:

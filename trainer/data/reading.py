@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import (
     Dataset,
@@ -30,6 +30,7 @@ AnyDataset = Dataset | IterableDataset
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 JSON_FEATURES = Features({"json": Value("string"), "place": Value("string")})
+
 
 def load_source(
     source: str | os.PathLike, *, name: str | None = None, split: str = "train", streaming: bool = False
@@ -64,20 +65,35 @@ def load_source(
         raise ValueError(_reason(error, source)) from error
 
 
-def read_rows(source: str | os.PathLike, *, name: str | None = None, split: str = "train") -> list[tuple[str, dict]]:
-    """Return all rows of a source, see `load_source`, each with the words that name its place in error messages."""
-    dataset = load_source(source, name=name, split=split, streaming=os.path.exists(source))
-    return [row_of(row, f"{source}, row {number}") for number, row in enumerate(dataset, start=1)]
+class Row(NamedTuple):
+    """A row of data.
+
+    Attributes:
+        content: its fields.
+        place: where it is, for error messages.
+        from_json: whether it was read from JSON, where nulls are values of its author; in Arrow's structs they may
+            stand for keys that only other rows have.
+    """
+
+    content: dict
+    place: str
+    from_json: bool
 
 
-def row_of(row: dict, place: str) -> tuple[str, dict]:
-    """Return the place and the content of a row of `load_source`.
+def row_of(row: dict, place: str) -> Row:
+    """Return a row of `load_source` with its place.
 
     Args:
-        row: the row.
+        row: the row as the data set holds it.
         place: where it is, unless the row itself says so.
     """
-    return (row["place"], json.loads(row["json"])) if is_json(row) else (place, row)
+    return Row(json.loads(row["json"]), row["place"], True) if is_json(row) else Row(row, place, False)
+
+
+def read_rows(source: str | os.PathLike, *, name: str | None = None, split: str = "train") -> list[Row]:
+    """Return all rows of a source, see `load_source`."""
+    dataset = load_source(source, name=name, split=split, streaming=os.path.exists(source))
+    return [row_of(row, f"{source}, row {number}") for number, row in enumerate(dataset, start=1)]
 
 
 def is_json(columns: Any) -> bool:

@@ -145,7 +145,7 @@ def _columns(dataset: AnyDataset) -> list[str]:
     first = next(iter(dataset), None)  # some streams do not know their columns
     if first is None:
         raise ValueError("the data set is empty")
-    return list(row_of(first, "row 0")[1])
+    return list(row_of(first, "row 0").content)
 
 
 def _prepared(dataset: AnyDataset, columns: list[str]) -> AnyDataset:
@@ -159,7 +159,7 @@ def _prepared(dataset: AnyDataset, columns: list[str]) -> AnyDataset:
 
 
 def _read_prepared(row: dict, columns: list[str]) -> dict:
-    place, content = row_of(row, "")
+    content, place, _ = row_of(row, "")
     for column in columns:
         if not isinstance(content.get(column), list):
             raise ValueError(f"{place} has no list of numbers in column {column}: remove it or fill it in")
@@ -230,12 +230,11 @@ def _tokenize_batch(
     A row without a sample gives an empty one, so that it is counted.
     """
     rows = {column: [] for column in ROW_COLUMNS}
-    encoder, from_json = TextEncoder(tokenizer), is_json(batch)
+    encoder = TextEncoder(tokenizer)
     for at, index in enumerate(indices):
         raw = {column: values[at] for column, values in batch.items()}
-        place, row = row_of(raw, f"row {index} (counted from 0)")
-        samples = samples_of(row, place, encoder, form, append_eos=append_eos, nulls_are_values=from_json)
-        for number, sample in enumerate(samples or [[]]):
+        row = row_of(raw, f"row {index} (counted from 0)")
+        for number, sample in enumerate(samples_of(row, encoder, form, append_eos) or [[]]):
             ids, mask = [], []
             for part, supervised in sample:
                 ids += part

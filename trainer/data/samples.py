@@ -8,6 +8,7 @@ from jinja2 import TemplateError
 
 from .chats import as_messages, chat_samples, tools_of
 from .encoding import TextEncoder
+from .reading import Row
 
 FORMATS = {
     "messages": ("messages",),
@@ -69,49 +70,44 @@ def _listed(columns: Iterable[str]) -> str:
     return ", ".join(columns) or "(none)"
 
 
-def samples_of(
-    row: dict, place: str, encoder: TextEncoder, form: RowFormat, *, append_eos: bool, nulls_are_values: bool
-) -> list[Pieces]:
+def samples_of(row: Row, encoder: TextEncoder, form: RowFormat, append_eos: bool = True) -> list[Pieces]:
     """Return the samples of one row, each as pieces of token ids.
 
     Args:
         row: the row.
-        place: where it is, for error messages.
         encoder: encodes its texts.
         form: its format.
         append_eos: end texts and completions with the end-of-text token.
-        nulls_are_values: whether a null was written by the author of the data (JSON), see `as_messages`.
 
     Raises:
         ValueError: if a value is missing or not what the format needs, naming the place.
     """
-    values = [_value(row, column, place) for column in form.columns]
-    messages, first = None, 0
+    values = [_value(row, column) for column in form.columns]
     if form.is_chat:
-        messages = values[0]
-    elif form.kind == "prompt-completion" and isinstance(values[0], list) and isinstance(values[1], list):
-        messages, first = values[0] + values[1], len(values[0])
-    if messages is not None:
-        turns = as_messages(messages, place, nulls_are_values)
-        return _chat(turns, first, tools_of(row, place, nulls_are_values), place, encoder)
+        return _chat(values[0], 0, row, encoder)
+    if form.kind == "prompt-completion" and all(isinstance(value, list) for value in values):
+        return _chat(values[0] + values[1], len(values[0]), row, encoder)
     for column, value in zip(form.columns, values, strict=True):
         if not isinstance(value, str):
-            raise ValueError(f"{place}: {column} must be text, got {value!r:.60}")
+            raise ValueError(f"{row.place}: {column} must be text, got {value!r:.60}")
     end = encoder.ended if append_eos else list
     if form.kind == "text":
         return [[(end(encoder.opening(values[0])), True)]]
     return [[(encoder.opening(values[0]), False), (end(encoder.following(values[1])), True)]]
 
 
-def _value(row: dict, column: str, place: str) -> Any:
-    if row.get(column) is None:
-        raise ValueError(f"{place} has no value in column {column}: remove it or fill it in")
-    return row[column]
+def _value(row: Row, column: str) -> Any:
+    if row.content.get(column) is None:
+        raise ValueError(f"{row.place} has no value in column {column}: remove it or fill it in")
+    return row.content[column]
 
 
-def _chat(messages: list[dict], first: int, tools: list | None, place: str, encoder: TextEncoder) -> list[Pieces]:
+def _chat(turns: list, first: int, row: Row, encoder: TextEncoder) -> list[Pieces]:
+    """The samples of a conversation whose answers are supervised from turn `first` on."""
+    messages = as_messages(turns, row.place, row.from_json)
+    tools = tools_of(row.content, row.place, row.from_json)
     try:
         samples = chat_samples(messages, encoder.tokenizer, first=first, tools=tools)
     except TemplateError as error:
-        raise ValueError(f"{place}: the chat template refuses this conversation: {error}") from error
+        raise ValueError(f"{row.place}: the chat template refuses this conversation: {error}") from error
     return [[(encoder.following(text), supervised) for text, supervised in sample] for sample in samples]

@@ -25,6 +25,8 @@ from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.options import OPTION_NAMES, DecodingOptions
 
 from ..checkpoints.weight_files import backbone_hash, base_of
+from ..data.chats import as_messages, tools_of
+from ..data.reading import Row, read_rows
 from .decoding import Answer, decode_batch, prompt_ids
 from .scorers import Scorer
 
@@ -65,26 +67,56 @@ class Settings:
             raise ValueError("options holds mrp_mode, but each of modes sets its own: leave it out")
 
 
-def read_eval_rows(path: str | Path) -> list[dict]:
-    """Return the rows of a jsonl file; each has `prompt` (text or messages) or `messages`.
+def read_eval_rows(
+    source: str | Path,
+    *,
+    name: str | None = None,
+    split: str = "train",
+    prompt_field: str | None = None,
+    answer_field: str | None = None,
+) -> list[dict]:
+    """Return the rows of a data file, folder or Hub data set, see `mrp_trainer.data.reading.load_source`.
+
+    Args:
+        source: the file, folder or Hub id. Each row has `prompt` (text or messages), `messages`, or `conversations` in
+            from/value form, and what a scorer reads.
+        name: configuration of a Hub data set.
+        split: split to read.
+        prompt_field, answer_field: fields that become `prompt` and `answer`, if they have other names.
 
     Raises:
-        ValueError: if a line is not such a row, naming file and line, or if there is none.
+        ValueError: if a row is not such a row, naming file and line, or if there is none.
     """
-    rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from error
-        if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
-            raise ValueError(f"{path}, line {number}: expected an object with 'prompt' or 'messages'")
-        rows.append(row)
+    fields = {"prompt": prompt_field, "answer": answer_field}
+    rows = [_eval_row(row, fields) for row in read_rows(source, name=name, split=split)]
     if not rows:
-        raise ValueError(f"{path} holds no rows")
+        raise ValueError(f"{source} holds no rows")
     return rows
+
+
+def _eval_row(read: Row, fields: dict[str, str | None]) -> dict:
+    """The content of a row, with its prompt in `prompt` (text) or `messages`, and its answer in `answer`."""
+    row, place = read.content, read.place
+    for name, field_name in fields.items():
+        if field_name is not None:
+            if row.get(field_name) is None:
+                raise ValueError(f"{place} has no {field_name} (--{name}-field): it has {', '.join(row)}")
+            row = row | {name: row[field_name]}
+    chat = row.get("messages") or row.get("conversations") if fields["prompt"] is None else None
+    prompt = chat or row.get("prompt")
+    if not prompt:
+        raise ValueError(
+            f"{place}: expected an object with 'prompt' or 'messages', got {', '.join(row) or 'none'}; --prompt-field "
+            "names another field"
+        )
+    row = {key: value for key, value in row.items() if key not in ("messages", "conversations", "tools")}
+    if not isinstance(prompt, str):
+        messages = as_messages(prompt, place, read.from_json)
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(f"{place}: the messages end with an answer, so that none is asked for: leave it out")
+        row["messages"] = messages
+    tools = tools_of(read.content, place, read.from_json)
+    return row if tools is None else row | {"tools": tools}
 
 
 def evaluate(
@@ -272,7 +304,7 @@ def manifest_of(model: MRPForDiffusionLM, rows: list[dict], settings: Settings) 
 
 
 def _canonical(rows: list[dict]) -> bytes:
-    return json.dumps(rows, sort_keys=True, ensure_ascii=False).encode("utf-8")
+    return json.dumps(rows, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8")  # str: dates of Parquet
 
 
 def write_json(path: Path, content: object) -> None:
