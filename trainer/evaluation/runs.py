@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -152,9 +152,9 @@ def evaluate(
     records = [] if folder is None else open_run(Path(folder), manifest_of(model, rows, settings))
     done = {(record["mode"], record["index"]) for record in records}
     prompts = [prompt_ids(tokenizer, row, settings.raw) for row in rows]
-    total = len(rows) * len(settings.modes)
+    total, block_size = len(rows) * len(settings.modes), model.config.block_size
     if len(done) < total:  # the first call of all is slower, and should not count as any mode's time
-        decode_batch(model, prompts[: settings.batch_size], settings.options, model.config.block_size, trace=True)
+        _decode(model, tokenizer, prompts[: settings.batch_size], {}, replace(settings, max_new_tokens=block_size))
     bar = tqdm(total=total, initial=len(done), unit="prompt", disable=None)
     with bar, _appending(folder) as append:
         for mode, options in settings.modes.items():
@@ -166,7 +166,7 @@ def evaluate(
                     continue
                 # the whole batch, even where some of it is done: its rows decode beside the same neighbours, with
                 # the same noise, as in a run that was not interrupted
-                answers = _decode(model, [prompts[index] for index in batch], options, settings)
+                answers = _decode(model, tokenizer, [prompts[index] for index in batch], options, settings)
                 for index in missing:
                     answer = answers[index - start]
                     text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
@@ -178,8 +178,8 @@ def evaluate(
     return records
 
 
-def _decode(model, prompts: list[list[int]], options: dict, settings: Settings) -> list[Answer]:
-    options = settings.options | options
+def _decode(model, tokenizer, prompts: list[list[int]], options: dict, settings: Settings) -> list[Answer]:
+    options = settings.options | options | {"tokenizer": tokenizer}  # for stop_strings
     return decode_batch(model, prompts, options, settings.max_new_tokens, seed=settings.seed, trace=True)
 
 
