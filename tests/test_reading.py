@@ -256,9 +256,7 @@ def test_named_fields_are_prompt_and_completion_in_training(tokenizer, tmp_path)
     assert named == prepared(tmp_path / "own.jsonl", tokenizer)
     with pytest.raises(ValueError, match="answer_field: there is no solution in the data, .* question, answer"):
         prepared(tmp_path / "maths.jsonl", tokenizer, prompt_field="question", answer_field="solution")
-    with pytest.raises(
-        ValueError, match="columns question, answer, expected one of: .* prompt_field"
-    ):
+    with pytest.raises(ValueError, match="columns question, answer, expected one of: .* prompt_field"):
         prepared(tmp_path / "maths.jsonl", tokenizer)
 
 
@@ -270,16 +268,14 @@ def test_named_fields_are_prompt_and_answer_in_an_evaluation(tmp_path):
         assert [(row["prompt"], row["answer"]) for row in rows] == [tuple(row.values()) for row in MATHS]
     with pytest.raises(ValueError, match=r"line 1 has no solution \(--answer-field\): it has question, answer"):
         read_eval_rows(tmp_path / "maths.jsonl", prompt_field="question", answer_field="solution")
-    with pytest.raises(
-        ValueError, match="line 1: expected an object with 'prompt' .* got question, answer"
-    ):
+    with pytest.raises(ValueError, match="line 1: expected an object with 'prompt' .* got question, answer"):
         read_eval_rows(tmp_path / "maths.jsonl")
 
 
 def test_the_command_scores_answers_after_the_mark(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     question = "Tom has 23 apples, buys 14, doubles them. How many?"
-    answer = "He has 23 + 14 = <<23+14=37>>37.\nTwice that is <<37*2=74>>74.\n#### 74"
+    answer = "He has 23 + 14 = 37 of them, and 37 * 2 = 74 in the end.\n#### 74"
     (tmp_path / "maths.jsonl").write_text(lines({"question": question, "answer": answer}))
     command = ["eval", "words", "--data", "maths.jsonl", "--scorer", "numeric", "--raw", "--max-new-tokens", "48"]
     command += ["--modes", "spec", "--steps", "2", "--no-plots", "--json"]

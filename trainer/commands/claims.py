@@ -53,12 +53,14 @@ class Samples:
         scorer: function of (text, row) to a score, or None.
         scorer_name: its name, "none" without one.
         raw: whether the prompts go without the tokenizer's chat template.
+        note: what the heading says about the rows, if anything.
     """
 
     rows: list[dict]
     scorer: Callable[[str, dict], float] | None = None
     scorer_name: str = "none"
     raw: bool = False
+    note: str = ""
 
 
 def claims(
@@ -169,6 +171,7 @@ def _measure(checkpoint, samples, settings, names, output, words, as_json: bool,
     full = load_full_head(checkpoint) if checkpoint.full_head is not None else None
     scale = scale_of(model, settings)
     heading = f"{len(samples.rows)} prompts, greedy, {_describe_scale(scale)}"
+    heading += f"; {samples.note}" if samples.note else ""
     as_text = not (as_json or markdown)
     if as_text:
         print(f"{heading}\n")
@@ -220,9 +223,11 @@ def samples_of_task(task: "WordProblems | PythonFunctions", count: int) -> Sampl
     """
     held_out = task.held_out("test", count)
     rows = [{"prompt": sample.prompt, "number": number} for number, sample in enumerate(held_out)]
-    if task.right_when is None:
-        return Samples(rows, raw=True)  # raw, as the checkpoint was trained
-    return Samples(rows, lambda text, row: task.right(held_out[row["number"]], text), task.right_when, raw=True)
+    samples = Samples(rows, raw=True, note=task.note("test", count))  # raw, as the checkpoint was trained
+    if task.right_when is not None:
+        samples.scorer = lambda text, row: task.right(held_out[row["number"]], text)
+        samples.scorer_name = task.right_when
+    return samples
 
 
 def samples_of_file(

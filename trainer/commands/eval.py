@@ -34,6 +34,8 @@ from .parsing import NONE, GenerateCommand, generate_options
 from .recording import Measurement, MeasuringCommand
 
 if TYPE_CHECKING:
+    import torch
+
     from modeling_mrp import MRPConfig
 
     from ..evaluation.runs import Settings
@@ -222,9 +224,34 @@ def _summarise(model, tokenizer, kl_rows, records, settings: "Settings", folder:
     if model.mrp_head is not None and kl_rows:
         summary["kl"] = _kl(model, tokenizer, kl_rows, records, settings)
     write_json(folder / "summary.json", summary)
-    text = table(summary)
+    text = "\n".join([table(summary), *rounding_note(summary["rows"], settings.options, settings.modes, model.dtype)])
     (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
     return summary, text
+
+
+def rounding_note(rows: list[dict], options: dict, modes: dict[str, dict], dtype: "torch.dtype") -> list[str]:
+    """The line, if any, that says what to do about lossless modes whose answers differ from the reference's.
+
+    Args:
+        rows: rows of `summarise`.
+        options: options of `generate` that all modes share.
+        modes: those of each mode, by name.
+        dtype: dtype of the model.
+    """
+    import torch
+
+    differing = []
+    for row in rows:
+        given = options | modes.get(row["mode"], {})  # a mode of the full head is not among them
+        lossless = given.get("mrp_mode") == "spec" and given.get("mrp_acceptance") in (None, "exact")
+        if lossless and row["identical"] < 1:
+            differing.append(row["mode"])
+    if not differing or dtype == torch.float32:
+        return []
+    number = str(dtype).removeprefix("torch.")
+    return [
+        f"{', '.join(differing)}: not all identical, in {number}; `mrp verify` tells whether rounding is the reason"
+    ]
 
 
 def _kl(model, tokenizer, rows: list[dict], records: list[dict], settings: "Settings") -> dict:

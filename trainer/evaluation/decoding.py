@@ -83,8 +83,9 @@ def without_padding(inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
 
 
 def pad_token_id(model: MRPForDiffusionLM) -> int:
-    """Return the id that fills the padding; any id does where the model names none."""
-    return model.config.pad_token_id or 0
+    """Return the id that fills the padding: the model's, else that of its end of text, but never the mask's."""
+    candidates = [model.config.pad_token_id, *end_of_text_ids(model), 0, 1]
+    return next(one for one in candidates if one not in (None, model.config.mask_token_id))
 
 
 def end_of_text_ids(model: MRPForDiffusionLM, options: Mapping | None = None) -> list[int]:
