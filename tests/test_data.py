@@ -9,7 +9,8 @@ from datasets import Dataset
 
 from mrp_trainer.data.chats import chat_samples
 from mrp_trainer.data.collator import MRPCollator
-from mrp_trainer.data.rows import load_source, pack, prepare_dataset
+from mrp_trainer.data.reading import load_source
+from mrp_trainer.data.rows import pack, prepare_dataset
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} [EOS] {% endfor %}"

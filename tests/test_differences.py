@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from modeling_mrp.step_rules import StepRule
-from mrp_trainer.evaluation.differences import explain_difference, first_difference, order_excess
+from mrp_trainer.evaluation.differences import (
+    explain_difference,
+    first_difference,
+    most_likely_step,
+    order_excess,
+)
 from mrp_trainer.evaluation.verify import CHOICES, RULES
 
 
@@ -46,6 +51,30 @@ def test_the_order_excess_is_how_far_confidences_would_have_to_move(rule, reveal
     where = torch.zeros(4, dtype=torch.bool)
     where[revealed] = True
     assert order_excess(rule, CONFIDENCE, ENTROPY, MASKED, where) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "rule, recorded, hidden, expected, excess",
+    [
+        (StepRule(STATIC), [], [1, 2], [2], 0.06),  # nothing recorded: the surest of the hidden
+        (StepRule(STATIC), [2], [0, 1], [2], 0.06),  # the step is full, though a hidden one is surer
+        (StepRule(STATIC, tokens_per_step=2), [0], [1, 2], [0, 2], 0),
+        (StepRule(STATIC, tokens_per_step=2), [1], [0, 2], [0, 1], 0.39),
+        (StepRule("sequential", tokens_per_step=2), [0], [1, 2], [0, 1], 0),
+        (StepRule(DYNAMIC, confidence_threshold=0.9), [], [1, 2], [2], 0.05),  # 0.95 not above 0.9
+        (StepRule(DYNAMIC, confidence_threshold=0.99), [2], [0, 1], [2], 0.06),  # 0.95 is below the threshold too
+        (StepRule(DYNAMIC, confidence_threshold=0.6), [0], [1, 2], [0, 2], 0),
+        (StepRule(ENTROPY_BOUNDED, entropy_bound=0.2), [0], [1, 2], [0, 2], 0),
+        (StepRule(ENTROPY_BOUNDED, entropy_bound=0.1), [2], [0, 1], [2], 0.01),
+        (StepRule(STATIC), [], [], [], NEVER),
+    ],
+)
+def test_a_step_revealed_as_many_hidden_positions_as_explain_it_best(rule, recorded, hidden, expected, excess):
+    def where(positions):
+        return torch.zeros(4, dtype=torch.bool).index_fill(0, torch.tensor(positions, dtype=torch.long), True)
+
+    revealed, found = most_likely_step(rule, CONFIDENCE, ENTROPY, MASKED, where(recorded), where(hidden))
+    assert revealed.tolist() == where(expected).tolist() and found == pytest.approx(excess, abs=1e-6)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 from mrp_trainer.checkpoints.head_files import save_head
 from mrp_trainer.commands.cli import main
 from mrp_trainer.evaluation.decoding import decode_batch, prompt_ids
+from mrp_trainer.evaluation.summary import summarise
 
 ROWS = [{"prompt": f"what is {word} ?", "answer": word} for word in ("one", "two", "three", "two", "two")]
 
@@ -97,6 +98,20 @@ def test_the_command_calibrates_and_stores(folder, capsys):
     stored = json.loads((folder / "model" / "config.json").read_text())["calibrated_remask_threshold"]
     assert printed == {"calibrated_remask_threshold": stored, "prompts": 2}
     assert stored in (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+
+
+@pytest.mark.parametrize("dtype, shown", [("bfloat16", True), ("float32", False)])
+def test_a_lossless_mode_that_differs_in_half_precision_points_to_verify(folder, capsys, monkeypatch, dtype, shown):
+    def differing(*arguments):
+        summary = summarise(*arguments)
+        return summary | {"rows": [row | {"identical": 0.5} for row in summary["rows"]]}
+
+    monkeypatch.setattr("mrp_trainer.evaluation.summary.summarise", differing)
+    command = [*COMMAND, "--modes", "spec,spec-token,direct", "--steps", "2", "--no-plots", "--limit", "1"]
+    assert main([*command, "--dtype", dtype]) == 0
+    expected = "spec-2: not all identical, in bfloat16; `mrp verify` tells whether rounding is the reason"
+    for text in (capsys.readouterr().out, (folder / "eval-model" / "summary.md").read_text()):
+        assert (expected in text.splitlines()) == shown and ("mrp verify" in text) == shown
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,10 @@ def test_without_a_scorer_there_are_no_scores(setup):
 @pytest.mark.parametrize(
     "content, expected",
     [
-        ('{"prompt": "a"}\n{"prompt"\n', "line 2: not valid JSON"),
+        ('{"prompt": "a"}\n{"prompt"\n', r"data.jsonl, line 2, column 10: not valid JSON \(Expecting ':' delimiter\)"),
         ('{"prompt": "a"}\n\n{"question": "b"}\n', "line 3: expected an object with 'prompt' or 'messages'"),
-        ("[1]\n", "line 1: expected an object"),
+        ("[1]\n", "row 1: expected an object"),
+        ("1\n", "line 1: expected an object"),
         ("\n", "holds no rows"),
     ],
 )

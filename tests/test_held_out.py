@@ -10,6 +10,7 @@ from hub_cards.tasks.held_out import main, right
 from hub_cards.tasks.python_functions import functions_in
 from hub_cards.tasks.references import Reference, References
 from hub_cards.tasks.tasks import TASKS, PythonFunctions
+from mrp_trainer.commands.cli import main as mrp
 
 CODE = TASKS["code"]
 
@@ -129,3 +130,28 @@ def test_references_survive_being_written_and_read(tmp_path):
 
 def test_word_problems_leave_nothing_out():
     assert TASKS["words"].note("test", 200) == ""
+
+
+@pytest.fixture
+def one_missing(monkeypatch):
+    """The code task as under a Python whose library lacks the first of its held-out functions."""
+    first = CODE.references.splits["test"][0]
+    found = Reference.find
+    monkeypatch.setattr(Reference, "find", lambda self: None if self == first else found(self))
+    assert CODE.left_out("test", 3) >= 1
+    return CODE.note("test", 3)
+
+
+@pytest.mark.parametrize("options", [[], ["--markdown"]])
+def test_headings_of_claims_say_what_is_left_out(one_missing, capsys, options):
+    command = ["claims", "code", "--prompts", "3", "--only", "similarity", "--max-new-tokens", "4", *options]
+    assert mrp(command) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if one_missing in line]
+    assert line.startswith(f"{len(CODE.held_out('test', 3))} prompts, greedy")
+
+
+def test_heading_of_the_demo_says_what_is_left_out(one_missing, capsys, monkeypatch):
+    monkeypatch.setattr("mrp_trainer.evaluation.task_evaluation.DEMO_MODES", ("static", "spec-4"))
+    assert mrp(["demo", "--model", "code", "--samples", "3"]) == 0
+    heading, note = capsys.readouterr().out.splitlines()[:2]
+    assert f"{len(CODE.held_out('test', 3))} held-out samples" in heading and note == one_missing

@@ -12,7 +12,7 @@ from mrp_trainer.commands.prompts import QUESTIONS, built_in_prompts, read_promp
 def test_prompts_come_from_arguments_and_files_without_blank_lines(tmp_path, monkeypatch):
     (tmp_path / "prompts.txt").write_text("two\n\n  \nthree\n")
     assert read_prompts(["one"], str(tmp_path / "prompts.txt")) == ["one", "two", "three"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("four\nfive\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"four\nfive\n")))
     assert read_prompts(None, "-") == ["four", "five"]
 
 
@@ -28,7 +28,7 @@ def test_blank_input_is_an_error(tmp_path, monkeypatch, required):
     (tmp_path / "blank.txt").write_text("\n \n")
     with pytest.raises(ValueError, match="--prompt-file .*blank.txt holds no prompt"):
         read_prompts([], str(tmp_path / "blank.txt"), required)
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
     with pytest.raises(ValueError, match="standard input holds no prompt"):
         read_prompts([], "-", required)
     with pytest.raises(ValueError, match="--prompt holds no prompt"):

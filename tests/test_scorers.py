@@ -34,7 +34,7 @@ def test_exact_ignores_white_space_only(text, answer, right):
     [
         ("first 14 + 23 = 37 so Tom has 37 apples.", "37", True),
         ("it costs $1,234.00", 1234, True),
-        ("18", "She has 9 * 2 = <<9*2=18>>18\n#### 18", True),
+        ("42", "He has 6 * 7 = <<6*7=42>>42\n#### 42", True),
         ("the answer is \\boxed{-3} as 4 < 7", "-3", True),
         ("#### 5 because 5 < 6", "5", False),  # the number after the mark
         ("12-5", "5", True),  # a minus between numbers is no sign

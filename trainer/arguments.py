@@ -88,13 +88,17 @@ class DataArguments:
     """Where the samples come from, and how they become rows."""
 
     train_data: str | None = option(
-        None, "jsonl or parquet file, folder, or Hub data set with messages, prompt and completion, or text. Required."
+        None,
+        "jsonl, json or parquet file, folder, or Hub data set with messages, conversations (from and value), prompt "
+        "and completion, or text. Required.",
     )
     eval_data: str | None = option(
         None,
         "Held-out data, in the same forms; evaluated every eval_steps steps unless eval_strategy says otherwise.",
     )
     data_config: str | None = option(None, "Name of the configuration of the Hub data sets.")
+    prompt_field: str | None = option(None, "Name of the field that holds the prompt; default: prompt.")
+    answer_field: str | None = option(None, "Name of the field that holds the completion; default: completion.")
     train_split: str = option("train", "Split to train on.")
     eval_split: str = option("train", "Split of eval_data to evaluate on.")
     streaming: bool = option(False, "Read train_data while training instead of preparing it first; needs max_steps.")

@@ -33,7 +33,8 @@ from .checkpoints.loading import default_attention, load_tokenizer
 from .checkpoints.lora import apply_backbone_adapter, is_fresh, lora_head, without_peft
 from .checkpoints.output_paths import check_output
 from .checkpoints.resume import last_checkpoint
-from .data.rows import is_streamed, load_source, prepare_dataset
+from .data.reading import load_source
+from .data.rows import is_streamed, prepare_dataset
 from .memory import advice, estimate_memory, free_memory
 from .mrp_trainer import MRPTrainer
 from .recorded_settings import recorded_settings
@@ -197,6 +198,8 @@ def prepared_rows(
         long_samples=data_args.long_samples,
         append_eos=data_args.append_eos,
         num_proc=data_args.preprocessing_processes,
+        prompt_field=data_args.prompt_field,
+        answer_field=data_args.answer_field,
     )
 
 

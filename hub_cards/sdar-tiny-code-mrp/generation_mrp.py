@@ -160,6 +160,7 @@ class MRPGenerationMixin(GenerationMixin):
         generation_config.decoding_options = DecodingOptions.resolve(values | ours, self.config)
         return generation_config, model_kwargs
 
+<<<<<<< HEAD
     def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise: continuous batching decodes from left to right, one token per forward."""
         raise NotImplementedError(
@@ -168,6 +169,19 @@ class MRPGenerationMixin(GenerationMixin):
         )
 
     init_continuous_batching = continuous_batching_context_manager = generate_batch
+=======
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        try:
+            return super()._get_stopping_criteria(*args, **kwargs)
+        except ValueError as error:
+            if str(error) != "substring not found":
+                raise
+            # transformers spells every token by decoding it after a word of its own, which is unknown here
+            raise ValueError(
+                "stop_strings needs a tokenizer that can write any word, but this one has a fixed list of words: omit "
+                "it, or pass the ids of single tokens as eos_token_id"
+            ) from error
+>>>>>>> data-faults
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any):
         """Prepare no cache: the decoder makes its own."""

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .options import (
+    AnswerField,
     AsJson,
     BatchSize,
     Checkpoint,
+    DataConfig,
     Device,
     Dtype,
     FullHead,
     Head,
     Model,
+    PromptField,
     PromptFile,
     Raw,
     Record,
     Revision,
+    Split,
     flag,
     given,
 )
@@ -49,12 +53,14 @@ class Samples:
         scorer: function of (text, row) to a score, or None.
         scorer_name: its name, "none" without one.
         raw: whether the prompts go without the tokenizer's chat template.
+        note: what the heading says about the rows, if anything.
     """
 
     rows: list[dict]
     scorer: Callable[[str, dict], float] | None = None
     scorer_name: str = "none"
     raw: bool = False
+    note: str = ""
 
 
 def claims(
@@ -63,9 +69,15 @@ def claims(
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="jsonl file of prompts (or messages) and what the scorer reads.", show_default=False
+            metavar="DATA",
+            help="Data of prompts (or messages) and what the scorer reads, as in `mrp eval`.",
+            show_default=False,
         ),
     ] = None,
+    prompt_field: PromptField = None,
+    answer_field: AnswerField = None,
+    data_config: DataConfig = None,
+    split: Split = "train",
     scorer: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +144,8 @@ def claims(
         one_of("--only", name, CLAIMS)
     task = embedded_task(model, revision)
     if data is not None or prompt_file is not None:
-        samples = samples_of_file(data, scorer, prompt_file, raw)
+        fields = {"name": data_config, "split": split, "prompt_field": prompt_field, "answer_field": answer_field}
+        samples = samples_of_file(data, scorer, prompt_file, raw, **fields)
     elif task is not None:
         samples = samples_of_task(task, prompts)
     else:
@@ -160,6 +173,7 @@ def _measure(checkpoint, samples, settings, names, output, words, as_json: bool,
     full = load_full_head(checkpoint) if checkpoint.full_head is not None else None
     scale = scale_of(model, settings)
     heading = f"{len(samples.rows)} prompts, greedy, {_describe_scale(scale)}"
+    heading += f"; {samples.note}" if samples.note else ""
     as_text = not (as_json or markdown)
     if as_text:
         print(f"{heading}\n")
@@ -211,19 +225,24 @@ def samples_of_task(task: "WordProblems | PythonFunctions", count: int) -> Sampl
     """
     held_out = task.held_out("test", count)
     rows = [{"prompt": sample.prompt, "number": number} for number, sample in enumerate(held_out)]
-    if task.right_when is None:
-        return Samples(rows, raw=True)  # raw, as the checkpoint was trained
-    return Samples(rows, lambda text, row: task.right(held_out[row["number"]], text), task.right_when, raw=True)
+    samples = Samples(rows, raw=True, note=task.note("test", count))  # raw, as the checkpoint was trained
+    if task.right_when is not None:
+        samples.scorer = lambda text, row: task.right(held_out[row["number"]], text)
+        samples.scorer_name = task.right_when
+    return samples
 
 
-def samples_of_file(data: str | None, scorer: str | None, prompt_file: str | None, raw: bool) -> Samples:
-    """Samples of a jsonl file, or of a file with one prompt per line.
+def samples_of_file(
+    data: str | None, scorer: str | None, prompt_file: str | None, raw: bool, **fields: str | None
+) -> Samples:
+    """Samples of a data set, or of a file with one prompt per line.
 
     Args:
-        data: path of a jsonl file, or None to read `prompt_file`.
+        data: a data file, folder or Hub id, or None to read `prompt_file`.
         scorer: name of the scorer, or None.
         prompt_file: path of a file with one prompt per line, or "-" for standard input.
         raw: whether the prompts go without the tokenizer's chat template.
+        **fields: further arguments of `read_eval_rows`.
 
     Raises:
         ValueError: for an unknown scorer, or rows that it cannot read.
@@ -234,8 +253,8 @@ def samples_of_file(data: str | None, scorer: str | None, prompt_file: str | Non
     if data is None:
         return Samples([{"prompt": prompt} for prompt in read_prompts([], prompt_file)], raw=raw)
     if scorer is None:
-        return Samples(read_eval_rows(data), raw=raw)
-    score, rows = load_scorer(scorer), read_eval_rows(data)
+        return Samples(read_eval_rows(data, **fields), raw=raw)
+    score, rows = load_scorer(scorer), read_eval_rows(data, **fields)
     check_rows(scorer, rows)
     return Samples(rows, score, scorer, raw)
 

@@ -59,7 +59,7 @@ def demo(
         return None
     held_out = task.held_out("test", samples)
     if not json:
-        print(_heading(task, len(held_out), batch_size), flush=True)
+        print(_heading(task, len(held_out), batch_size, task.note("test", samples)), flush=True)
     measured = evaluate_task(loaded, task, held_out, batch_size=batch_size)
     rows, figures = [asdict(row) for row in measured], {"rows": demo_rows(measured)}
     if json:
@@ -71,14 +71,15 @@ def demo(
     return Measurement(figures, {"samples": len(held_out), "max_new_tokens": task.answer_tokens, "decoding": "greedy"})
 
 
-def _heading(task, samples: int, batch_size: int) -> str:
+def _heading(task, samples: int, batch_size: int, note: str) -> str:
     import torch
 
     machine = f"{torch.get_num_threads()} CPU threads, float32, torch {torch.__version__}"
     accuracy = f"accuracy: {task.right_when}; " if task.right_when else ""
     return (
         f"{task.folder.name}: {samples} held-out samples, greedy, batches of {batch_size}, {machine}\n"
-        f"{accuracy}forwards: of the backbone, every one counted; time ratio: static's time over the mode's; "
+        + (f"{note}\n" if note else "")
+        + f"{accuracy}forwards: of the backbone, every one counted; time ratio: static's time over the mode's; "
         "identical: answers equal to static's\n"
     )
 

@@ -10,19 +10,23 @@ import typer
 import yaml
 
 from .options import (
+    AnswerField,
     AsJson,
     BatchSize,
     Checkpoint,
+    DataConfig,
     Device,
     Dtype,
     FullHead,
     Head,
     MaxNewTokens,
     Model,
+    PromptField,
     Raw,
     Record,
     Revision,
     Seed,
+    Split,
     flag,
     given,
 )
@@ -30,6 +34,8 @@ from .parsing import NONE, GenerateCommand, generate_options
 from .recording import Measurement, MeasuringCommand
 
 if TYPE_CHECKING:
+    import torch
+
     from modeling_mrp import MRPConfig
 
     from ..evaluation.runs import Settings
@@ -63,7 +69,12 @@ def evaluate(
     context: typer.Context,
     model: Model,
     data: Annotated[
-        str, typer.Option(metavar="FILE", help="jsonl file of prompts (or messages) and what the scorer reads.")
+        str,
+        typer.Option(
+            metavar="DATA",
+            help="jsonl, json or parquet file, folder or Hub data set of prompts (or messages) and what the scorer "
+            "reads.",
+        ),
     ],
     scorer: Annotated[
         str,
@@ -74,6 +85,10 @@ def evaluate(
             "(text, row).",
         ),
     ],
+    prompt_field: PromptField = None,
+    answer_field: AnswerField = None,
+    data_config: DataConfig = None,
+    split: Split = "train",
     modes: Annotated[
         list[str] | None,
         typer.Option(
@@ -138,7 +153,7 @@ def evaluate(
 ) -> Measurement | None:
     """Measure accuracy against tokens per forward.
 
-    Every prompt of a jsonl file is decoded in every mode of a grid, and the new text is scored. Results are appended
+    Every prompt of the data is decoded in every mode of a grid, and the new text is scored. Results are appended
     prompt by prompt: after an interruption the same command continues. Any option of `generate` may follow as --name
     value and then holds for all modes. The folder gets results.jsonl, manifest.json, summary.json, summary.md and
     plots.
@@ -157,7 +172,7 @@ def evaluate(
     if calibrate is None:
         check_output("--output", folder, folder=True)
     score = load_scorer(scorer, time_limit)
-    rows = read_eval_rows(data)
+    rows = read_eval_rows(data, name=data_config, split=split, prompt_field=prompt_field, answer_field=answer_field)
     check_rows(scorer, rows)
     if calibrate is not None:
         check_can_store(model)
@@ -213,9 +228,34 @@ def _summarise(model, tokenizer, kl_rows, records, settings: "Settings", folder:
     if model.mrp_head is not None and kl_rows:
         summary["kl"] = _kl(model, tokenizer, kl_rows, records, settings)
     write_json(folder / "summary.json", summary)
-    text = table(summary)
+    text = "\n".join([table(summary), *rounding_note(summary["rows"], settings.options, settings.modes, model.dtype)])
     write_text(folder / "summary.md", text + "\n")
     return summary, text
+
+
+def rounding_note(rows: list[dict], options: dict, modes: dict[str, dict], dtype: "torch.dtype") -> list[str]:
+    """The line, if any, that says what to do about lossless modes whose answers differ from the reference's.
+
+    Args:
+        rows: rows of `summarise`.
+        options: options of `generate` that all modes share.
+        modes: those of each mode, by name.
+        dtype: dtype of the model.
+    """
+    import torch
+
+    differing = []
+    for row in rows:
+        given = options | modes.get(row["mode"], {})  # a mode of the full head is not among them
+        lossless = given.get("mrp_mode") == "spec" and given.get("mrp_acceptance") in (None, "exact")
+        if lossless and row["identical"] < 1:
+            differing.append(row["mode"])
+    if not differing or dtype == torch.float32:
+        return []
+    number = str(dtype).removeprefix("torch.")
+    return [
+        f"{', '.join(differing)}: not all identical, in {number}; `mrp verify` tells whether rounding is the reason"
+    ]
 
 
 def _kl(model, tokenizer, rows: list[dict], records: list[dict], settings: "Settings") -> dict:

@@ -60,7 +60,7 @@ def generate(
     inputs = encode(tokenizer, prompts, raw=raw).to(loaded.device)
     torch.manual_seed(seed)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
-    output = loaded.generate(**inputs, **options, streamer=streamer, return_dict_in_generate=True)
+    output = loaded.generate(**inputs, **options, tokenizer=tokenizer, streamer=streamer, return_dict_in_generate=True)
     new = output.sequences[:, inputs["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(new, skip_special_tokens=True)
     if as_json:

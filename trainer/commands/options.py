@@ -60,6 +60,18 @@ PromptFile = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="File with one prompt per line; - reads standard input.", show_default=False),
 ]
+DataConfig = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="Configuration of a Hub data set.", show_default=False)
+]
+Split = Annotated[str, typer.Option(metavar="TEXT", help="Split of the data.")]
+PromptField = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Field of the data that holds the prompt.", show_default="prompt or messages"),
+]
+AnswerField = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Field of the data that holds the answer.", show_default="answer"),
+]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Maximum number of new tokens per prompt.")]
 BatchSize = Annotated[int, typer.Option(metavar="N", help="Number of prompts that are decoded together.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Seed of sampling (--do-sample true).")]

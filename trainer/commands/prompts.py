@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hub_cards.tasks.word_problems import problems
+
+from ..data.json_lines import text_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,13 +32,14 @@ def read_prompts(given: Sequence[str] | None, file: str | None = None, required:
         The prompts; an empty list when neither was given and none is required.
 
     Raises:
-        ValueError: when what was given holds no prompt, or nothing was given and a prompt is required.
+        ValueError: when what was given holds no prompt or is not UTF-8, or nothing was given and a prompt is required.
     """
     lines = list(given or [])
     if file == "-":
-        lines += sys.stdin.read().splitlines()
+        lines += [line for _, line in text_lines(sys.stdin.buffer, "standard input")]
     elif file is not None:
-        lines += Path(file).read_text(encoding="utf-8").splitlines()
+        with open(file, "rb") as stream:
+            lines += [line for _, line in text_lines(stream, file)]
     prompts = [line for line in lines if line.strip()]
     if prompts:
         return prompts

@@ -7,7 +7,21 @@ from typing import Annotated
 import typer
 
 from ..checkpoints.output_paths import check_output
-from .options import BatchSize, Checkpoint, Device, Dtype, Head, MaxNewTokens, Model, Revision, check_at_least
+from .options import (
+    AnswerField,
+    BatchSize,
+    Checkpoint,
+    DataConfig,
+    Device,
+    Dtype,
+    Head,
+    MaxNewTokens,
+    Model,
+    PromptField,
+    Revision,
+    Split,
+    check_at_least,
+)
 
 
 def trajectories(
@@ -19,7 +33,10 @@ def trajectories(
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Parquet file to write.")],
-    split: Annotated[str, typer.Option(metavar="TEXT", help="Split of the data.")] = "train",
+    split: Split = "train",
+    data_config: DataConfig = None,
+    prompt_field: PromptField = None,
+    answer_field: AnswerField = None,
     samples: Annotated[
         int | None, typer.Option(metavar="N", help="Decode at most N samples.", show_default="all")
     ] = None,
@@ -52,14 +69,22 @@ def trajectories(
         raise ValueError(f"--options is not valid JSON: {error}") from error
 
     from ..checkpoints.loading import load
-    from ..data.rows import load_source, prepare_dataset
+    from ..data.reading import load_source
+    from ..data.rows import prepare_dataset
     from ..evaluation.acceptance import prompts_of
     from ..evaluation.trajectories import trajectories as decode
     from ..evaluation.trajectories import with_room
 
     loaded, tokenizer = load(Checkpoint(model, revision, head, device, dtype))
     size = loaded.config.block_size
-    rows = prepare_dataset(load_source(data, split=split), tokenizer, sequence_length=2**31, packing=False)
+    rows = prepare_dataset(
+        load_source(data, name=data_config, split=split),
+        tokenizer,
+        sequence_length=2**31,
+        packing=False,
+        prompt_field=prompt_field,
+        answer_field=answer_field,
+    )
     wanted = prompts_of(rows, len(rows) if samples is None else samples, size)
     prompts = with_room(wanted, max_new_tokens, size, sequence_length)
     if len(prompts) < len(wanted):

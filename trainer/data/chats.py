@@ -3,7 +3,13 @@
 import json
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+SPEAKERS = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
 
 
 def chat_samples(
@@ -51,19 +57,80 @@ def chat_samples(
     return samples
 
 
-def tools_of(row: dict) -> list | None:
-    """Return the tools in a row's column `tools`, which holds a list or JSON; None if there are none.
+def as_messages(value: Any, place: str, nulls_are_values: bool = True) -> list[dict]:
+    """Return the turns of a conversation as messages with `role` and `content`.
+
+    Args:
+        value: messages with `role` and `content`, or turns with `from` (human, gpt, system) and `value`.
+        place: where they are, for error messages.
+        nulls_are_values: keep nulls inside of tool calls. Those of Arrow's structs are no values: Arrow gives all
+            structs of a column the same keys, and the value None where a row did not have a key.
 
     Raises:
-        ValueError: if the column holds a string that is not valid JSON.
+        ValueError: if it is no list of such turns.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f"{place}: expected a list of messages, got {value!r:.60}")
+    return [_as_message(turn, f"{place}, message {number}", nulls_are_values) for number, turn in enumerate(value, 1)]
+
+
+def _as_message(turn: Any, place: str, nulls_are_values: bool) -> dict:
+    if not isinstance(turn, dict):
+        raise ValueError(f'{place}: expected {{"role": ..., "content": ...}}, got {turn!r:.60}')
+    if turn.get("from") is not None and turn.get("role") is None:
+        if turn["from"] not in SPEAKERS:
+            raise ValueError(f"{place}: from must be one of {', '.join(SPEAKERS)}, got {turn['from']!r}")
+        turn = {"role": SPEAKERS[turn["from"]], "content": turn.get("value")}
+    if not isinstance(turn.get("role"), str):
+        raise ValueError(f"{place}: expected role and content, or from and value, got {', '.join(turn) or '{}'}")
+    if not nulls_are_values:
+        return without_nulls(turn, keep="content")
+    return {key: item for key, item in turn.items() if item is not None or key == "content"}
+
+
+def tools_of(row: dict, place: str, nulls_are_values: bool = True) -> list | None:
+    """Return the tools in a row's column `tools`, which holds a list or JSON; None if there are none.
+
+    Args:
+        row: the row.
+        place: where it is, for error messages.
+        nulls_are_values: as in `as_messages`.
+
+    Raises:
+        ValueError: if the column holds neither a list nor JSON of one.
     """
     tools = row.get("tools") or None
-    if not isinstance(tools, str):
-        return without_nulls(tools)
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) or None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{place}: column tools must hold lists or JSON, got {tools[:80]!r}") from error
+    elif not nulls_are_values:
+        tools = without_nulls(tools)
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"{place}: column tools must hold lists or JSON, got {tools!r:.80}")
+    return tools
+
+
+def warn_of_late_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn if the chat template ends an assistant's turn only at the start of the next one, so that it is not trained.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+    """
+    turns = [("user", "one"), ("assistant", "two"), ("user", "three")]
+    chat = [{"role": role, "content": content} for role, content in turns]
     try:
-        return json.loads(tools) or None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"column tools must hold lists or JSON, got {tools[:80]!r}") from error
+        answered, asked = (tokenizer.apply_chat_template(chat[:upto], tokenize=False) for upto in (2, 3))
+    except TemplateError:  # refuses this conversation; those of the data are another matter
+        return
+    if answered.rstrip().endswith("two") and asked.startswith(answered.rstrip()):
+        between = asked[len(answered.rstrip()) :].split("three")[0]
+        logger.warning(
+            "the chat template writes nothing after the assistant's last answer: %r comes only with the next turn, so "
+            "the head is not trained to end an answer; use a template that ends every turn",
+            between,
+        )
 
 
 def without_nulls(value: Any, keep: str | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Text, chat and prompt-completion data: loading, tokenizing, and fitting samples into rows.
+"""Raw data (text, chats, prompts with completions) as rows of token ids: tokenizing, and fitting samples into rows.
 
 A prepared row holds one or more samples one after another, in the columns
     input_ids [S]           token ids
@@ -12,66 +12,29 @@ Rows of `mrp trajectories` also have
 
 import hashlib
 import json
-import os
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Features, IterableDataset, Value, load_dataset, load_from_disk
+from datasets import Dataset, Features, IterableDataset, Value
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from .chats import chat_samples, tools_of, without_nulls
+from .chats import warn_of_late_ends
+from .encoding import TextEncoder
+from .reading import AnyDataset, is_json, row_of
+from .samples import RowFormat, format_of, samples_of
 
 logger = logging.get_logger(__name__)
 
 ROW_COLUMNS = ["input_ids", "answer_mask", "lengths", "sample_ids"]
 FEATURES = Features({column: [Value("int64")] for column in ROW_COLUMNS} | {"answer_mask": [Value("int8")]})
-FORMATS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
 LONG_SAMPLES = ("split", "drop")
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-CACHE_VERSION = 2  # increase it when the contents of rows change
+CACHE_VERSION = 3  # increase it when the contents of rows change
 NUMBER_BITS = 10  # a sample id is row << 20 | sample within the row << 10 | piece of a split sample
-
-AnyDataset = Dataset | IterableDataset
-
-
-def load_source(
-    source: str | os.PathLike, *, name: str | None = None, split: str = "train", streaming: bool = False
-) -> AnyDataset:
-    """Load a data set from a jsonl or parquet file, a folder, or the Hub.
-
-    Args:
-        source: a file, a folder of such files, a folder written by `save_to_disk`, or the id of a Hub data set.
-        name: configuration of a Hub data set.
-        split: split to load.
-        streaming: read rows when they are used instead of all at once.
-
-    Raises:
-        ValueError: if several sources are given, a file is missing or of another format, or there is no such split.
-    """
-    if not isinstance(source, str | os.PathLike):
-        raise ValueError(f"expected one file, folder or Hub id, got {source!r}: put several files into one folder")
-    path = Path(source)
-    if path.is_file():
-        if path.suffix not in FILE_FORMATS:
-            raise ValueError(f"data file {path} must end in one of {', '.join(FILE_FORMATS)}")
-        return load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), split="train", streaming=streaming)
-    if path.suffix in FILE_FORMATS and not path.exists():
-        # This cannot be a Hub id; fail without waiting for a timeout.
-        raise ValueError(f"there is no data file {path}")
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        dataset = load_from_disk(str(path))
-        if not isinstance(dataset, Dataset):
-            if split not in dataset:
-                raise ValueError(f"{path} has no split {split!r}, only {', '.join(dataset)}")
-            dataset = dataset[split]
-        return dataset.to_iterable_dataset() if streaming else dataset
-    return load_dataset(str(source), name, split=split, streaming=streaming)
 
 
 def prepare_dataset(
@@ -83,12 +46,15 @@ def prepare_dataset(
     long_samples: str = "split",
     append_eos: bool = True,
     num_proc: int | None = None,
+    prompt_field: str | None = None,
+    answer_field: str | None = None,
 ) -> AnyDataset:
     """Tokenize a data set and fit its samples into rows of at most `sequence_length` tokens.
 
-    Three formats are known, by their columns. Of chats (`messages`) the assistant's turns are supervised, of `prompt`
-    and `completion` (text or messages) the completion, and of `text` everything. A chat may have tools in the column
-    `tools`, as a list or JSON. Samples with nothing to supervise are left out.
+    Three formats are known, by their columns. Of chats (`messages`, or `conversations` in from/value form) the
+    assistant's turns are supervised, of `prompt` and `completion` (text or messages) the completion, and of `text`
+    everything. A chat may have tools in the column `tools`, as a list or JSON. Samples with nothing to supervise are
+    left out.
 
     Args:
         dataset: a data set in one of these formats. A prepared one, such as those of `mrp trajectories`, is returned
@@ -99,6 +65,7 @@ def prepare_dataset(
         long_samples: "split" a sample longer than a row into several, or "drop" it.
         append_eos: end texts and completions with the tokenizer's end-of-text token.
         num_proc: number of processes that tokenize.
+        prompt_field, answer_field: columns of prompt and completion, if they have other names.
 
     Returns:
         A data set of the same kind with the columns `input_ids`, `answer_mask`, `lengths` and `sample_ids`.
@@ -113,22 +80,25 @@ def prepare_dataset(
         raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
     columns, streamed = _columns(dataset), is_streamed(dataset)
     if set(ROW_COLUMNS) <= set(columns):
-        rows = _fitting(dataset, sequence_length, long_samples)
+        rows = _fitting(_prepared(dataset, columns), sequence_length, long_samples)
         if not streamed:  # reading a shuffled stream would fill its buffer; EndlessStream checks as it goes
             _require_answers(rows)
         return rows
     sequence_length = sequence_length or 1024
-    tokenize = partial(
-        _tokenize_batch, tokenizer=tokenizer, kind=_format(columns), append_eos=append_eos, streamed=streamed
-    )
+    form = format_of(columns, prompt_field, answer_field)
+    if form.is_chat and tokenizer.chat_template is not None:
+        warn_of_late_ends(tokenizer)
+    tokenize = partial(_tokenize_batch, tokenizer=tokenizer, form=form, append_eos=append_eos, streamed=streamed)
     fit = _Fit(sequence_length, packing, long_samples)
     if not streamed:
-        options = [_tokenizer_key(tokenizer), append_eos, num_proc, CACHE_VERSION]
-        tokens = _map(dataset, tokenize, [dataset._fingerprint, *options], columns, num_proc, with_indices=True)
+        options = [_tokenizer_key(tokenizer), form.columns, append_eos, num_proc, CACHE_VERSION]
+        names = dataset.column_names
+        tokens = _map(dataset, tokenize, [dataset._fingerprint, *options], names, num_proc, with_indices=True)
         rows = _map(tokens, fit, [tokens._fingerprint, sequence_length, packing, long_samples], ROW_COLUMNS, num_proc)
         _log_counts(tokens, rows, fit)
     else:
-        tokens = dataset.map(tokenize, batched=True, with_indices=True, remove_columns=columns, features=FEATURES)
+        names = dataset.column_names or columns
+        tokens = dataset.map(tokenize, batched=True, with_indices=True, remove_columns=names, features=FEATURES)
         rows = tokens.map(fit, batched=True, remove_columns=ROW_COLUMNS, features=FEATURES)
     _require_answers(rows)
     fit.counting = streamed  # only from now on: the check above has read the first rows of a stream
@@ -168,20 +138,32 @@ def _require_answers(rows: Iterable[dict]):
 
 
 def _columns(dataset: AnyDataset) -> list[str]:
-    if dataset.column_names is not None:
-        return list(dataset.column_names)
+    """Return the columns of a data set, or the keys of its first row where that holds JSON."""
+    names = dataset.column_names
+    if names is not None and not is_json(names):
+        return list(names)
     first = next(iter(dataset), None)  # some streams do not know their columns
     if first is None:
         raise ValueError("the data set is empty")
-    return list(first)
+    return list(row_of(first, "row 0").content)
 
 
-def _format(columns: list[str]) -> str:
-    for kind, needed in FORMATS.items():
-        if set(needed) <= set(columns):
-            return kind
-    expected = "; ".join(" and ".join(needed) for needed in FORMATS.values())
-    raise ValueError(f"the data set has the columns {', '.join(columns)}, expected one of: {expected}")
+def _prepared(dataset: AnyDataset, columns: list[str]) -> AnyDataset:
+    """Return a data set of prepared rows with these columns, in columns of numbers where they are written as JSON."""
+    if not is_json(dataset.column_names or ()):
+        return dataset
+    kept = {name: FEATURES[name] for name in ROW_COLUMNS} | {"reveal_steps": [Value("int64")]}
+    features = Features({name: kept[name] for name in kept if name in columns})
+    read = partial(_read_prepared, columns=list(features))
+    return dataset.map(read, remove_columns=dataset.column_names, features=features)
+
+
+def _read_prepared(row: dict, columns: list[str]) -> dict:
+    content, place, _ = row_of(row, "")
+    for column in columns:
+        if not isinstance(content.get(column), list):
+            raise ValueError(f"{place} has no list of numbers in column {column}: remove it or fill it in")
+    return {column: content[column] for column in columns}
 
 
 def _map(
@@ -239,7 +221,7 @@ def _tokenize_batch(
     indices: list[int],
     *,
     tokenizer: PreTrainedTokenizerBase,
-    kind: str,
+    form: RowFormat,
     append_eos: bool,
     streamed: bool = False,
 ) -> dict:
@@ -248,10 +230,11 @@ def _tokenize_batch(
     A row without a sample gives an empty one, so that it is counted.
     """
     rows = {column: [] for column in ROW_COLUMNS}
+    encoder = TextEncoder(tokenizer)
     for at, index in enumerate(indices):
-        row = {column: batch[column][at] for column in (*FORMATS[kind], "tools") if column in batch}
-        _require_values(row, kind, index)
-        for number, sample in enumerate(_samples_of(row, tokenizer, kind, append_eos) or [[]]):
+        raw = {column: values[at] for column, values in batch.items()}
+        row = row_of(raw, f"row {index} (counted from 0)")
+        for number, sample in enumerate(samples_of(row, encoder, form, append_eos) or [[]]):
             ids, mask = [], []
             for part, supervised in sample:
                 ids += part
@@ -268,32 +251,6 @@ def _content_key(ids: list[int]) -> int:
     """
     digest = hashlib.blake2b(json.dumps(ids).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2 * NUMBER_BITS + 1  # 43 bits: the sample id stays within int64
-
-
-def _require_values(row: dict, kind: str, index: int):
-    for column in FORMATS[kind]:
-        if row[column] is None:
-            raise ValueError(f"row {index} (counted from 0) has no value in column {column}: remove it or fill it in")
-
-
-def _samples_of(
-    row: dict, tokenizer: PreTrainedTokenizerBase, kind: str, append_eos: bool
-) -> list[list[tuple[list[int], bool]]]:
-    """Return the samples of one row of the data set, each a list of (ids, supervised)."""
-    first = 0
-    if kind == "prompt-completion" and isinstance(row["prompt"], list):  # both are lists of messages
-        kind, first = "messages", len(row["prompt"])
-        row = row | {"messages": [*row["prompt"], *row["completion"]]}
-    if kind == "messages":
-        plain = partial(tokenizer, add_special_tokens=False)
-        messages = [without_nulls(message, keep="content") for message in row["messages"]]
-        turns = chat_samples(messages, tokenizer, first=first, tools=tools_of(row))
-        return [[(plain(text)["input_ids"], supervised) for text, supervised in sample] for sample in turns]
-    end = [tokenizer.eos_token_id] if append_eos and tokenizer.eos_token_id is not None else []
-    if kind == "text":
-        return [[(tokenizer(row["text"])["input_ids"] + end, True)]]
-    completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
-    return [[(tokenizer(row["prompt"])["input_ids"], False), (completion + end, True)]]
 
 
 # --- fitting into rows

@@ -48,7 +48,7 @@ def calibrate(
     prompts = [prompt_ids(tokenizer, row, settings.raw) for row in rows]
 
     def accuracy_and_speed(options: dict) -> tuple[float, float]:
-        options = settings.options | options
+        options = settings.options | options | {"tokenizer": tokenizer}  # for stop_strings
         answers = list(
             decode_prompts(model, prompts, options, settings.max_new_tokens, settings.batch_size, seed=settings.seed)
         )

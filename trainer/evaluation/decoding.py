@@ -11,11 +11,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.generation_mrp import MRPGenerateOutput
 from modeling_mrp.options import OPTION_NAMES
+
+from ..data.encoding import TextEncoder
 
 # Modes name their own options: whatever the checkpoint's generation config says about the others is set aside.
 PACKAGE_DEFAULTS = dict.fromkeys(OPTION_NAMES) | {"do_sample": False}
@@ -24,30 +27,36 @@ PACKAGE_DEFAULTS = dict.fromkeys(OPTION_NAMES) | {"do_sample": False}
 # -- prompts
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], raw: bool = False) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], raw: bool = False, tools: list | None = None
+) -> list[int]:
     """Return the token ids of one prompt, written with the tokenizer's chat template when it has one.
 
     Args:
         tokenizer: the model's tokenizer.
         prompt: text, or the messages of a chat.
         raw: do not apply the chat template.
+        tools: descriptions of tools for the template.
 
     Raises:
-        ValueError: if `prompt` is a list of messages and no chat template is applied.
+        ValueError: if `prompt` is a list of messages and no chat template is applied, or the template refuses them.
     """
-    templated = tokenizer.chat_template is not None and not raw
-    if not templated:
+    encoder = TextEncoder(tokenizer)
+    if tokenizer.chat_template is None or raw:
         if isinstance(prompt, list):
             raise ValueError("the data has messages, but there is no chat template to write them with (or raw is set)")
-        return tokenizer(prompt)["input_ids"]
+        return encoder.opening(prompt)
     chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes the special tokens itself
+    try:
+        text = tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses {chat!r:.80}: {error}") from error
+    return encoder.following(text)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Mapping, raw: bool = False) -> list[int]:
     """Return the token ids of the prompt (`messages`, or `prompt`) of a row of a data file, see `encode_prompt`."""
-    return encode_prompt(tokenizer, row.get("messages") or row["prompt"], raw)
+    return encode_prompt(tokenizer, row.get("messages") or row["prompt"], raw, row.get("tools"))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], raw: bool = False) -> BatchEncoding:
@@ -74,8 +83,9 @@ def without_padding(inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
 
 
 def pad_token_id(model: MRPForDiffusionLM) -> int:
-    """Return the id that fills the padding; any id does where the model names none."""
-    return model.config.pad_token_id or 0
+    """Return the id that fills the padding: the model's, else that of its end of text, but never the mask's."""
+    candidates = [model.config.pad_token_id, *end_of_text_ids(model), 0, 1]
+    return next(one for one in candidates if one not in (None, model.config.mask_token_id))
 
 
 def end_of_text_ids(model: MRPForDiffusionLM, options: Mapping | None = None) -> list[int]:

@@ -186,9 +186,10 @@ class _Replay:
         scores = self.sampler.with_noise(read.scores, positions[None], at_step)[0]  # [B, V]
         masked = self.row[block] == self.mask_id
         entropy = None if read.entropy is None else read.entropy[0]
-        own = self.rule(read.confidence[0], entropy, masked)
-        unrecorded = positions >= self.prompt_length + self.recorded
-        revealed = _with_unrecorded(self.steps[block] == step, own & unrecorded, own, self.rule)
+        hidden = masked & (positions >= self.prompt_length + self.recorded)
+        revealed, order_margin = most_likely_step(
+            self.rule, read.confidence[0], entropy, masked, self.steps[block] == step, hidden
+        )
         tokens = read.token[0].clone()
         given = revealed & (positions < self.prompt_length + self.length)  # after the end the text does not say
         tokens[given] = self.found[positions[given] - self.prompt_length]
@@ -199,20 +200,13 @@ class _Replay:
             step=step,
             logits=logits,
             token_margin=torch.where(revealed, gaps, 0.0).max().item(),
-            order_margin=order_excess(self.rule, read.confidence[0], entropy, masked, revealed),
+            order_margin=order_margin,
         )
 
     def confidences_of(self, state: _State, place: int, tokens: Tensor) -> tuple[float, ...]:
         """The confidences of tokens [N] at one place of the block."""
         logits = state.logits[:, place].expand(len(tokens), -1)[None]  # [1, N, V]
         return tuple(self.sampler.confidence_of(logits, tokens[None], self.row[None])[0].tolist())
-
-
-def _with_unrecorded(recorded: Tensor, own: Tensor, own_step: Tensor, rule: StepRule) -> Tensor:
-    """What a step revealed, [B]: the recorded positions, and after the last recorded one the backbone's own choice."""
-    if rule.strategy in ("low_confidence_static", "sequential"):  # the number of tokens a step is fixed
-        own = own & (own.cumsum(0) <= own_step.sum() - recorded.sum())
-    return recorded | own
 
 
 def _sampler(model, prompt: Tensor, options: Mapping, rule: StepRule, seed: int) -> Sampler:
@@ -263,3 +257,29 @@ def order_excess(
         nearest = entropy[left].min().item()
         excess += [entropy[revealed].max().item() - nearest, rule.entropy_bound - total - nearest]
     return max(excess, default=0.0)
+
+
+def most_likely_step(
+    rule: StepRule, confidence: Tensor, entropy: Tensor | None, masked: Tensor, recorded: Tensor, hidden: Tensor
+) -> tuple[Tensor, float]:
+    """Return the positions that a step revealed, [B], and their `order_excess`.
+
+    The text ends before its last block does, and nothing records what was revealed behind its end. A step revealed its
+    recorded positions and the first few of the hidden ones in the rule's order: as many as make the smallest excess.
+
+    Args:
+        rule: the step rule.
+        confidence, entropy, masked: as in `order_excess`.
+        recorded: positions that are known to have been revealed, bool [B].
+        hidden: masked positions that are not recorded, bool [B].
+    """
+    if rule.strategy == "sequential":
+        order = torch.arange(len(masked), device=masked.device)
+    else:
+        order = confidence.argsort(descending=True) if entropy is None else entropy.argsort()
+    order = order[hidden[order]]
+    steps = [recorded.index_fill(0, order[:count], True) for count in range(len(order) + 1)]
+    return min(
+        ((revealed, order_excess(rule, confidence, entropy, masked, revealed)) for revealed in steps),
+        key=lambda step: step[1],
+    )

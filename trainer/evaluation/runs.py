@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from modeling_mrp.options import OPTION_NAMES, DecodingOptions
 
 from ..checkpoints.durable import write_text
 from ..checkpoints.weight_files import backbone_hash, base_of
+from ..data.chats import as_messages, tools_of
+from ..data.reading import Row, read_rows
 from .decoding import Answer, decode_batch, prompt_ids
 from .scorers import Scorer
 
@@ -66,26 +68,56 @@ class Settings:
             raise ValueError("options holds mrp_mode, but each of modes sets its own: leave it out")
 
 
-def read_eval_rows(path: str | Path) -> list[dict]:
-    """Return the rows of a jsonl file; each has `prompt` (text or messages) or `messages`.
+def read_eval_rows(
+    source: str | Path,
+    *,
+    name: str | None = None,
+    split: str = "train",
+    prompt_field: str | None = None,
+    answer_field: str | None = None,
+) -> list[dict]:
+    """Return the rows of a data file, folder or Hub data set, see `mrp_trainer.data.reading.load_source`.
+
+    Args:
+        source: the file, folder or Hub id. Each row has `prompt` (text or messages), `messages`, or `conversations` in
+            from/value form, and what a scorer reads.
+        name: configuration of a Hub data set.
+        split: split to read.
+        prompt_field, answer_field: fields that become `prompt` and `answer`, if they have other names.
 
     Raises:
-        ValueError: if a line is not such a row, naming file and line, or if there is none.
+        ValueError: if a row is not such a row, naming file and line, or if there is none.
     """
-    rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from error
-        if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
-            raise ValueError(f"{path}, line {number}: expected an object with 'prompt' or 'messages'")
-        rows.append(row)
+    fields = {"prompt": prompt_field, "answer": answer_field}
+    rows = [_eval_row(row, fields) for row in read_rows(source, name=name, split=split)]
     if not rows:
-        raise ValueError(f"{path} holds no rows")
+        raise ValueError(f"{source} holds no rows")
     return rows
+
+
+def _eval_row(read: Row, fields: dict[str, str | None]) -> dict:
+    """The content of a row, with its prompt in `prompt` (text) or `messages`, and its answer in `answer`."""
+    row, place = read.content, read.place
+    for name, field_name in fields.items():
+        if field_name is not None:
+            if row.get(field_name) is None:
+                raise ValueError(f"{place} has no {field_name} (--{name}-field): it has {', '.join(row)}")
+            row = row | {name: row[field_name]}
+    chat = row.get("messages") or row.get("conversations") if fields["prompt"] is None else None
+    prompt = chat or row.get("prompt")
+    if not prompt:
+        raise ValueError(
+            f"{place}: expected an object with 'prompt' or 'messages', got {', '.join(row) or 'none'}; --prompt-field "
+            "names another field"
+        )
+    row = {key: value for key, value in row.items() if key not in ("messages", "conversations", "tools")}
+    if not isinstance(prompt, str):
+        messages = as_messages(prompt, place, read.from_json)
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(f"{place}: the messages end with an answer, so that none is asked for: leave it out")
+        row["messages"] = messages
+    tools = tools_of(read.content, place, read.from_json)
+    return row if tools is None else row | {"tools": tools}
 
 
 def evaluate(
@@ -121,9 +153,9 @@ def evaluate(
     records = [] if folder is None else open_run(Path(folder), manifest_of(model, rows, settings))
     done = {(record["mode"], record["index"]) for record in records}
     prompts = [prompt_ids(tokenizer, row, settings.raw) for row in rows]
-    total = len(rows) * len(settings.modes)
+    total, block_size = len(rows) * len(settings.modes), model.config.block_size
     if len(done) < total:  # the first call of all is slower, and should not count as any mode's time
-        decode_batch(model, prompts[: settings.batch_size], settings.options, model.config.block_size, trace=True)
+        _decode(model, tokenizer, prompts[: settings.batch_size], {}, replace(settings, max_new_tokens=block_size))
     bar = tqdm(total=total, initial=len(done), unit="prompt", disable=None)
     with bar, _appending(folder) as append:
         for mode, options in settings.modes.items():
@@ -135,7 +167,7 @@ def evaluate(
                     continue
                 # the whole batch, even where some of it is done: its rows decode beside the same neighbours, with
                 # the same noise, as in a run that was not interrupted
-                answers = _decode(model, [prompts[index] for index in batch], options, settings)
+                answers = _decode(model, tokenizer, [prompts[index] for index in batch], options, settings)
                 for index in missing:
                     answer = answers[index - start]
                     text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
@@ -147,8 +179,8 @@ def evaluate(
     return records
 
 
-def _decode(model, prompts: list[list[int]], options: dict, settings: Settings) -> list[Answer]:
-    options = settings.options | options
+def _decode(model, tokenizer, prompts: list[list[int]], options: dict, settings: Settings) -> list[Answer]:
+    options = settings.options | options | {"tokenizer": tokenizer}  # for stop_strings
     return decode_batch(model, prompts, options, settings.max_new_tokens, seed=settings.seed, trace=True)
 
 
@@ -273,7 +305,7 @@ def manifest_of(model: MRPForDiffusionLM, rows: list[dict], settings: Settings) 
 
 
 def _canonical(rows: list[dict]) -> bytes:
-    return json.dumps(rows, sort_keys=True, ensure_ascii=False).encode("utf-8")
+    return json.dumps(rows, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8")  # str: dates of Parquet
 
 
 def write_json(path: Path, content: object) -> None:

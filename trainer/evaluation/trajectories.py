@@ -81,8 +81,3 @@ def with_room(
             "raise --sequence-length or lower --max-new-tokens"
         )
     return kept
-
-
-def _eos(model) -> set[int]:
-    eos = model.generation_config.eos_token_id
-    return {eos} if isinstance(eos, int) else set(eos or ())

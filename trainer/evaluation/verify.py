@@ -8,10 +8,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp import MRPForDiffusionLM
+from modeling_mrp.generation_mrp import GenerationStats
 
 from ..checkpoints.weight_files import backbone_hash
 from .acceptance import accepted_per_verification
-from .decoding import left_padded, without_padding
+from .decoding import left_padded, pad_token_id, without_padding
 from .differences import Difference, first_difference
 
 RULES = {
@@ -33,7 +34,8 @@ class Check:
         name: what is checked.
         compared: number of prompts or rows compared.
         same: number of those that are equal.
-        tokens_per_forward, accepted_by_depth: of the speculative side, where there is one.
+        tokens_per_forward: of the speculative side, where there is one.
+        accepted_by_depth: of the speculative side, as deep as any draft was proposed.
         difference: the first difference beyond rounding, else the first one, if any.
     """
 
@@ -91,18 +93,23 @@ def verify(
             options = rule_options | choice_options | {"max_new_tokens": max_new_tokens}
             plain, _ = _decode(model, inputs, seed, mrp_mode=None, **options)
             spec, output = _decode(model, inputs, seed, **{"mrp_mode": "spec"} | spec_options, **options)
-            proposed, accepted = output.stats.drafts_proposed.sum(0)[1:], output.stats.drafts_accepted.sum(0)[1:]
             checks.append(
                 Check(
                     name=f"spec equals backbone-only, {rule}, {choice}",
                     compared=len(plain),
                     same=int((plain == spec).all(1).sum()),
                     tokens_per_forward=output.tokens_per_forward.mean().item(),
-                    accepted_by_depth=(accepted / proposed.clamp(min=1)).tolist(),
+                    accepted_by_depth=_accepted_by_depth(output.stats),
                     difference=first_difference(model, tokenizer, inputs, plain, spec, output, options, seed),
                 )
             )
     return checks + _row_checks(model, tokenizer, inputs, max_new_tokens, seed, spec_options)
+
+
+def _accepted_by_depth(stats: GenerationStats) -> list[float]:
+    """Share of the drafts at depth 1, 2, ... that were accepted, as deep as any were proposed."""
+    pairs = zip(stats.drafts_accepted.sum(0).tolist(), stats.drafts_proposed.sum(0).tolist(), strict=True)
+    return [accepted / proposed for accepted, proposed in list(pairs)[1:] if proposed]
 
 
 def check_base(model: MRPForDiffusionLM) -> list[Check]:
@@ -153,10 +160,12 @@ def _row_checks(model, tokenizer, inputs, max_new_tokens, seed, spec_options) ->
 def _decode(model, inputs, seed, max_new_tokens, **options: Any):
     """New tokens [R, max_new_tokens] as `generate` returns them, padded to one width, and its output."""
     torch.manual_seed(seed)
-    output = model.generate(**inputs, max_new_tokens=max_new_tokens, return_dict_in_generate=True, **options)
+    pad = pad_token_id(model)
+    output = model.generate(
+        **inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, return_dict_in_generate=True, **options
+    )
     new = output.sequences[:, inputs["input_ids"].shape[1] :]
-    pad = model.generation_config.pad_token_id
-    return torch.nn.functional.pad(new, (0, max_new_tokens - new.shape[1]), value=0 if pad is None else pad), output
+    return torch.nn.functional.pad(new, (0, max_new_tokens - new.shape[1]), value=pad), output
 
 
 def passed(check: Check, strict: bool) -> bool:
