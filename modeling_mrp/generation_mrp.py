@@ -7,7 +7,13 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, GenerationMixin, logits_process
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerationConfig,
+    GenerationMixin,
+    StoppingCriteriaList,
+    logits_process,
+)
 
 from .block_state import BlockState
 from .cached_forwards import BACKBONE, HEAD, PREFILL

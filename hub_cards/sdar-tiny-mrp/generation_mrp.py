@@ -7,7 +7,13 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, GenerationMixin, logits_process
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerationConfig,
+    GenerationMixin,
+    StoppingCriteriaList,
+    logits_process,
+)
 
 from .block_state import BlockState
 from .cached_forwards import BACKBONE, HEAD, PREFILL
@@ -160,7 +166,6 @@ class MRPGenerationMixin(GenerationMixin):
         generation_config.decoding_options = DecodingOptions.resolve(values | ours, self.config)
         return generation_config, model_kwargs
 
-<<<<<<< HEAD
     def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise: continuous batching decodes from left to right, one token per forward."""
         raise NotImplementedError(
@@ -169,7 +174,7 @@ class MRPGenerationMixin(GenerationMixin):
         )
 
     init_continuous_batching = continuous_batching_context_manager = generate_batch
-=======
+
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         try:
             return super()._get_stopping_criteria(*args, **kwargs)
@@ -181,7 +186,6 @@ class MRPGenerationMixin(GenerationMixin):
                 "stop_strings needs a tokenizer that can write any word, but this one has a fixed list of words: omit "
                 "it, or pass the ids of single tokens as eos_token_id"
             ) from error
->>>>>>> data-faults
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any):
         """Prepare no cache: the decoder makes its own."""
