@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -147,6 +148,28 @@ def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(project, tmp_pat
     assert found == sorted(found, key=[old, new].index)
     assert {old, new} == set(found)
     assert checkpoints(output) == ["checkpoint-4"]
+
+
+def test_full_disk_ends_in_one_line_and_loses_nothing(project, tmp_path):
+    """A child process may write no file longer than some thousand bytes: of torch, safetensors, and Python in turn."""
+    trainer = build_trainer(*parse_arguments([project(max_steps=2)]))
+    trainer.train()
+    before = snapshot(tmp_path / "run" / "checkpoint-2")
+    longest = sorted({len(content) for content in before.values()})
+    for limit in longest[:-1]:
+        trainer.state.global_step += 1
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            try:
+                trainer._save_checkpoint(trainer.model, None)
+            except OSError as error:
+                os._exit(7 if "checkpoint-" in str(error) and "could not be written" in str(error) else 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, limit
+        assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-2")
+    assert snapshot(tmp_path / "run" / "checkpoint-2") == before
 
 
 def die_at_file_operation(number, folder):

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 
-from .checkpoints.durable import seal, staged, unseal, write_text
+from .checkpoints.durable import seal, staged, unseal, write_text, writing
 from .checkpoints.head_files import HEAD_CONFIG, HEAD_WEIGHTS, check_head_fits, load_head, save_head
 from .checkpoints.resume import LOG_WINDOW, check_settings, fault_of, last_checkpoint, owned, resume_run, start_run
 from .checkpoints.run_record import RunRecord, read_record
@@ -169,6 +169,10 @@ class HeadCheckpoints(Trainer):
             "logged_step": self._globalstep_last_logged,
             "total_loss": self._total_loss_scalar,
         }
+        with writing(folder):
+            self._write_checkpoint(folder, window, model, trial)
+
+    def _write_checkpoint(self, folder: Path, window: dict[str, Any], model: nn.Module, trial: Any):
         if self.args.should_save:
             unseal(folder)  # left by an earlier run, or by a save that was killed
             folder.mkdir(parents=True)
