@@ -321,9 +321,11 @@ def test_two_processes_resume_bit_exactly_with_the_same_logs(project, tmp_path):
     run(*ON_TWO, project("resumed", resume_from_checkpoint=resume, **options))
     assert same(head(tmp_path / "resumed"), head(tmp_path / "whole"))
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
-    alone = options | {"per_device_train_batch_size": 4}
+    alone = options | {"per_device_train_batch_size": 4, "ddp_backend": None}
     main([project("alone", resume_from_checkpoint=resume, **alone)])
     assert losses(tmp_path / "alone") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    means = [logs(tmp_path / name)[-1]["train_loss"] for name in ("whole", "resumed", "alone")]
+    assert means[0] == means[1] == pytest.approx(means[2], rel=1e-4)
     config = project("whole", resume_from_checkpoint="auto", **options)
     before = snapshot(tmp_path / "whole")
     run(*ON_TWO, config)  # finished

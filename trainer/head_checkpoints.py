@@ -255,6 +255,11 @@ class HeadCheckpoints(Trainer):
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)`")
             scheduler.step()
 
+    def _finalize_training(self, *args: Any) -> TrainOutput:
+        """Average the losses since the last log over the processes: `Trainer` would add those of its own process."""
+        self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
+        return super()._finalize_training(*args)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as `Trainer` does; the mean loss at the end is that of the whole run, also after it was resumed."""
         if "train_loss" in logs:
