@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -147,6 +148,28 @@ def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(project, tmp_pat
     assert found == sorted(found, key=[old, new].index)
     assert {old, new} == set(found)
     assert checkpoints(output) == ["checkpoint-4"]
+
+
+def test_full_disk_ends_in_one_line_and_loses_nothing(project, tmp_path):
+    """A child process may write no file longer than some thousand bytes: of torch, safetensors, and Python in turn."""
+    trainer = build_trainer(*parse_arguments([project(max_steps=2)]))
+    trainer.train()
+    before = snapshot(tmp_path / "run" / "checkpoint-2")
+    longest = sorted({len(content) for content in before.values()})
+    for limit in longest[:-1]:
+        trainer.state.global_step += 1
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            try:
+                trainer._save_checkpoint(trainer.model, None)
+            except OSError as error:
+                os._exit(7 if "checkpoint-" in str(error) and "could not be written" in str(error) else 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, limit
+        assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-2")
+    assert snapshot(tmp_path / "run" / "checkpoint-2") == before
 
 
 def die_at_file_operation(number, folder):
@@ -298,9 +321,11 @@ def test_two_processes_resume_bit_exactly_with_the_same_logs(project, tmp_path):
     run(*ON_TWO, project("resumed", resume_from_checkpoint=resume, **options))
     assert same(head(tmp_path / "resumed"), head(tmp_path / "whole"))
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
-    alone = options | {"per_device_train_batch_size": 4}
+    alone = options | {"per_device_train_batch_size": 4, "ddp_backend": None}
     main([project("alone", resume_from_checkpoint=resume, **alone)])
     assert losses(tmp_path / "alone") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    means = [logs(tmp_path / name)[-1]["train_loss"] for name in ("whole", "resumed", "alone")]
+    assert means[0] == means[1] == pytest.approx(means[2], rel=1e-4)
     config = project("whole", resume_from_checkpoint="auto", **options)
     before = snapshot(tmp_path / "whole")
     run(*ON_TWO, config)  # finished

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 
-from .checkpoints.durable import seal, staged, unseal, write_text
+from .checkpoints.durable import seal, staged, unseal, write_text, writing
 from .checkpoints.head_files import HEAD_CONFIG, HEAD_WEIGHTS, check_head_fits, load_head, save_head
 from .checkpoints.resume import LOG_WINDOW, check_settings, fault_of, last_checkpoint, owned, resume_run, start_run
 from .checkpoints.run_record import RunRecord, read_record
@@ -169,6 +169,10 @@ class HeadCheckpoints(Trainer):
             "logged_step": self._globalstep_last_logged,
             "total_loss": self._total_loss_scalar,
         }
+        with writing(folder):
+            self._write_checkpoint(folder, window, model, trial)
+
+    def _write_checkpoint(self, folder: Path, window: dict[str, Any], model: nn.Module, trial: Any):
         if self.args.should_save:
             unseal(folder)  # left by an earlier run, or by a save that was killed
             folder.mkdir(parents=True)
@@ -250,6 +254,11 @@ class HeadCheckpoints(Trainer):
         with warnings.catch_warnings():  # torch expects a step of the optimizer before one of the scheduler
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)`")
             scheduler.step()
+
+    def _finalize_training(self, *args: Any) -> TrainOutput:
+        """Average the losses since the last log over the processes: `Trainer` would add those of its own process."""
+        self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
+        return super()._finalize_training(*args)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as `Trainer` does; the mean loss at the end is that of the whole run, also after it was resumed."""

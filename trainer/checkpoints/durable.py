@@ -8,8 +8,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 MANIFEST = "mrp_manifest.json"  # sha256 of every other file of a folder
 STAGING = ".saving"
+
+
+class WriteError(OSError):
+    """A folder could not be written; what it held before is still there."""
+
+
+@contextmanager
+def writing(folder: str | Path) -> Iterator[None]:
+    """Turn any error of writing in the block into a `WriteError` that names the folder.
+
+    On a full disk, Python, torch and safetensors raise errors of three kinds, most of which do not name the file.
+    """
+    try:
+        yield
+    except WriteError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:
+        hint = "" if isinstance(error, OSError) else " (is the disk full?)"  # torch's own message does not say
+        raise WriteError(f"{folder} could not be written{hint}: {error}") from error
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -46,19 +67,25 @@ def staged(folder: str | Path) -> Iterator[Path]:
     folder = Path(folder)
     staging = folder / STAGING
     shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
-    staging.mkdir(parents=True)
     try:
-        yield staging
-        names = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
-        for name in names:
-            _flush(staging / name)
-        for name in names:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(staging / name, folder / name)
-        for changed in {(folder / name).parent for name in names}:
-            _flush(changed)
+        with writing(folder):
+            staging.mkdir(parents=True)
+            yield staging
+            _move(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _move(staging: Path, folder: Path):
+    """Flush the files of one folder to the disk, then move them to the other."""
+    names = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
+    for name in names:
+        _flush(staging / name)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / name, folder / name)
+    for changed in {(folder / name).parent for name in names}:
+        _flush(changed)
 
 
 def seal(folder: str | Path) -> None:
