@@ -247,7 +247,7 @@ def test_file_of_another_kind_and_missing_split_are_refused(tmp_path):
     (tmp_path / "data.csv").write_text("text\none\n")
     with pytest.raises(ValueError, match=r"\.jsonl"):
         load_source(tmp_path / "data.csv")
-    with pytest.raises(ValueError, match="there is no data file .*missing.jsonl"):
+    with pytest.raises(ValueError, match="data file .*missing.jsonl does not exist"):
         load_source(tmp_path / "missing.jsonl")
 
 

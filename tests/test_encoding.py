@@ -96,13 +96,17 @@ STRICT = "{{ raise_exception('no') if messages | length == 3 }}" + ENDED
 
 
 @pytest.mark.parametrize("template, warned", [(LATE, True), (ENDED, False), (STRICT, False)])
-def test_a_template_that_ends_a_turn_with_the_next_one_is_warned_about_once(word_tokenizer, caplog, template, warned):
+@pytest.mark.parametrize("columns", [("messages",), ("prompt", "completion")])
+def test_a_template_that_ends_a_turn_with_the_next_one_is_warned_about_once(
+    word_tokenizer, caplog, template, warned, columns
+):
     """What ends the turn is then never supervised, so that a head is not trained on where answers end."""
     word_tokenizer.chat_template = template
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
-    data = Dataset.from_list([{"messages": turns}, {"messages": turns}])
+    row = {"messages": turns} if len(columns) == 1 else {"prompt": turns[:1], "completion": turns[1:]}
+    data = Dataset.from_list([row, row])
     prepare_dataset(data, word_tokenizer, sequence_length=16)
     logger.removeHandler(caplog.handler)
     found = [record.getMessage() for record in caplog.records if "chat template" in record.getMessage()]

@@ -121,7 +121,7 @@ def _builder(path: Path, source: str | os.PathLike, name: str | None):
         return load_dataset_builder(FILE_FORMATS[path.suffix], data_files=str(path))
     if path.suffix in FILE_FORMATS and not path.exists():
         # This cannot be a Hub id; fail without waiting for a timeout.
-        raise ValueError(f"there is no data file {path}")
+        raise ValueError(f"data file {path} does not exist")
     builder = load_dataset_builder(str(source), name)
     if builder.name != "json":
         return builder

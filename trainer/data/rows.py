@@ -86,7 +86,7 @@ def prepare_dataset(
         return rows
     sequence_length = sequence_length or 1024
     form = format_of(columns, prompt_field, answer_field)
-    if form.is_chat and tokenizer.chat_template is not None:
+    if tokenizer.chat_template is not None and _starts_with_chat(dataset, form):
         warn_of_late_ends(tokenizer)
     tokenize = partial(_tokenize_batch, tokenizer=tokenizer, form=form, append_eos=append_eos, streamed=streamed)
     fit = _Fit(sequence_length, packing, long_samples)
@@ -146,6 +146,12 @@ def _columns(dataset: AnyDataset) -> list[str]:
     if first is None:
         raise ValueError("the data set is empty")
     return list(row_of(first, "row 0").content)
+
+
+def _starts_with_chat(dataset: AnyDataset, form: RowFormat) -> bool:
+    """Return whether the first row is a conversation; prompt and completion may be one too."""
+    first = next(iter(dataset), None)
+    return form.is_chat or (first is not None and isinstance(row_of(first, "").content[form.columns[0]], list))
 
 
 def _prepared(dataset: AnyDataset, columns: list[str]) -> AnyDataset:
