@@ -136,8 +136,8 @@ def test_verify_compares_with_the_record(model, word_tokenizer, tmp_path, capsys
 
 
 def test_a_checkpoint_without_a_head_has_nothing_to_compare(tiny_model, word_tokenizer, tmp_path, capsys):
-    tiny_model(num_mrp_layers=0, vocab_size=20).save_pretrained(tmp_path)
-    convert(tmp_path, tmp_path / "converted", num_mrp_layers=0)
+    tiny_model(num_mrp_layers=0, vocab_size=20).save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "converted", num_mrp_layers=0)
     word_tokenizer.save_pretrained(tmp_path / "converted")
     arguments = ["verify", str(tmp_path / "converted"), "--prompt", "so then", "--raw", "--max-new-tokens", "8"]
     arguments += ["--draft", "self"]

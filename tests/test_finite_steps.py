@@ -23,6 +23,9 @@ STEPS = {row // 4 + 1 for row in BAD}
 IN_ORDER = {"train_sampling_strategy": "sequential", "max_steps": 10, "learning_rate": 0.01}
 
 
+RESUMED = {"resume_from_checkpoint": "auto", "resume_with_changes": True}
+
+
 @pytest.fixture
 def poisoned(project, word_tokenizer, tmp_path):
     """A project whose backbone has inf in the embedding of one word, which is in 4 of its 40 samples."""
@@ -88,7 +91,7 @@ def test_saved_head_is_not_overwritten(poisoned, tmp_path):
     main([poisoned(max_steps=1)])
     saved = (tmp_path / "run" / "mrp_head.safetensors").read_bytes()
     with pytest.raises(NonFiniteError):
-        main([poisoned()])
+        main([poisoned(max_steps=10, **RESUMED)])
     assert (tmp_path / "run" / "mrp_head.safetensors").read_bytes() == saved
 
 
@@ -158,7 +161,7 @@ def test_head_with_weights_that_are_not_finite_is_not_written(project, tmp_path)
     main([project(max_steps=1)])
     saved = (tmp_path / "run" / "mrp_head.safetensors").read_bytes()
     with pytest.raises(ValueError, match="the head's .* not finite"):
-        main([project(max_steps=1, learning_rate=1e38, weight_decay=10.0, optim="sgd")])
+        main([project(max_steps=2, learning_rate=1e38, weight_decay=10.0, **RESUMED)])
     assert (tmp_path / "run" / "mrp_head.safetensors").read_bytes() == saved
 
 

@@ -104,6 +104,11 @@ class FiniteSteps(HeadCheckpoints):
     def on_skipped_step(self) -> None:
         """Forget what was measured in a step that is skipped; called on every rank."""
 
+    @property
+    def steps_without_loss(self) -> int:
+        """Number of steps that were skipped."""
+        return self._skipped_in_run
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log. Means of the loss are over the steps that were taken; `skipped_steps` counts the others."""
         if "loss" in logs and self._skipped:
@@ -118,7 +123,6 @@ class FiniteSteps(HeadCheckpoints):
             self._taken = self._skipped = 0
         if "train_loss" in logs and self._skipped_in_run:
             logs["skipped_steps_in_run"] = self._skipped_in_run
-            logs["train_loss"] *= (self._taken_in_run + self._skipped_in_run) / max(1, self._taken_in_run)
         super().log(logs, start_time)
 
     def _describe(self, model: nn.Module, batches: list[tuple[dict[str, Tensor], Tensor]]) -> str:

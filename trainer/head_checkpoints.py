@@ -260,10 +260,15 @@ class HeadCheckpoints(Trainer):
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args)
 
+    @property
+    def steps_without_loss(self) -> int:
+        """Number of steps of this run that were counted, but added nothing to the logged loss."""
+        return 0
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as `Trainer` does; the mean loss at the end is that of the whole run, also after it was resumed."""
         if "train_loss" in logs:
-            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step - self.steps_without_loss, 1)
         super().log(logs, start_time)
 
 

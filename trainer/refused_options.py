@@ -2,10 +2,9 @@
 
 import re
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .arguments import MRPTrainingArguments
+from transformers import TrainingArguments
 
 NO_LABELS = "the loss compares the head with the backbone, and there are no labels"
 NO_PREDICTIONS = "an evaluation keeps sums on the device and gathers no predictions"
@@ -48,7 +47,7 @@ FIGURE = re.compile(rf"(.*_)?(loss|expected_tokens_per_forward|tokens_per_forwar
 LOWER_IS_BETTER = re.compile(r"(.*_)?(loss|kl_(before|after)_\d+)")
 
 
-def refuse_unsupported(args: "MRPTrainingArguments") -> None:
+def refuse_unsupported(args: TrainingArguments) -> None:
     """Raise for the first option that is set and has no place in this trainer. Call it on options as they were given.
 
     Args:

@@ -41,7 +41,7 @@ CHANGEABLE = OPTIMIZER_SETTINGS + _names("""
     eval_accumulation_steps bf16_full_eval fp16_full_eval decode_prompts decode_new_tokens save_strategy save_steps
     save_total_limit save_only_model load_best_model_at_end metric_for_best_model greater_is_better
     activation_checkpointing activation_checkpointing_kwargs attn_implementation kl_chunk_rows kl_backend tf32
-    torch_compile torch_compile_backend torch_compile_mode
+    torch_compile torch_compile_backend torch_compile_mode skip_nonfinite_batches
 """)
 # Schedules that follow the loss. Where they are after a number of steps cannot be told from the options.
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
