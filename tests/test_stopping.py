@@ -118,7 +118,7 @@ def test_a_stopped_row_costs_what_it_costs_alone_unless_its_neighbours_are_behin
     that is returned, and the tokens by who chose them, are those of the row alone.
     """
     costs = ("backbone_forwards", "head_forwards", "drafts_proposed", "drafts_accepted")
-    beside_copies, beside_others = [], []
+    alone_stats, extra_forwards = [], []
     for row, count in enumerate((3, 11, 6)):
         inputs = row_alone(batch, row)
         width = inputs["input_ids"].shape[1]
@@ -127,14 +127,14 @@ def test_a_stopped_row_costs_what_it_costs_alone_unless_its_neighbours_are_behin
         together = generate(model, copies, stopping_criteria=[StopAt([width + count] * 3)], **mode).stats
         for name, value in vars(alone).items():
             assert vars(together)[name].tolist() == value.tolist() * 3, name
-        beside_copies.append(alone)
+        alone_stats.append(alone)
     stats = generate(model, batch, stopping_criteria=[StopAt([15, 23, 18])], pad_token_id=0, **mode).stats
-    for row, alone in enumerate(beside_copies):
+    for row, alone in enumerate(alone_stats):
         for name, value in vars(alone).items():
             own = vars(stats)[name][row]
             assert (own >= value[0]).all() if name in costs else own.equal(value[0]), name
-        beside_others.append(int(stats.backbone_forwards[row] - alone.backbone_forwards[0]))
-    assert max(beside_others) > 0  # at least one row has waited
+        extra_forwards.append(int(stats.backbone_forwards[row] - alone.backbone_forwards[0]))
+    assert max(extra_forwards) > 0  # at least one row has waited
 
 
 @pytest.mark.parametrize("mode", [None, "spec"])
