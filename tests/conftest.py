@@ -64,7 +64,7 @@ def tiny_model():
             "eos_token_id": 1,
             "bos_token_id": None,
             "num_mrp_layers": 1,
-            "initializer_range": 0.4,  # spread logits: choices do not hang on rounding
+            "initializer_range": 0.4,  # spread logits: choices do not depend on rounding
             "tie_word_embeddings": False,
         }
         with torch.random.fork_rng():

@@ -142,7 +142,7 @@ def test_no_other_part_of_the_package_imports_the_commands():
         (["push", BLOCK4, "org/name"], "run `mrp convert` on it first"),
         (["train", "missing.yaml"], "config file missing.yaml does not exist"),
         (["train", "--lr", "1e-4"], "unknown option 'lr' on the command line: did you mean 'learning_rate'?"),
-        (["eval", "words", "--data", "nofile.jsonl", "--scorer", "exact"], "there is no data file nofile.jsonl"),
+        (["eval", "words", "--data", "nofile.jsonl", "--scorer", "exact"], "data file nofile.jsonl does not exist"),
     ],
 )
 def test_bad_input_is_one_clear_line(capsys, argv, message):

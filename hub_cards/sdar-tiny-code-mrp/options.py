@@ -30,7 +30,7 @@ class DecodingOptions:
         mrp_acceptance_floor: confidence, from 0 to 1, that the backbone needs in tokens accepted out of order.
         mrp_draft_threshold: confidence below which a draft ends its chain; None means that no draft does.
         remasking_strategy: the step rule, one of `STRATEGIES`; remask requires the dynamic one.
-        denoising_steps: the static and the sequential rule reveal ceil(block_size / denoising_steps) tokens a step.
+        denoising_steps: the static and the sequential rule reveal ceil(block_size / denoising_steps) tokens per step.
         confidence_threshold: threshold of the dynamic rule.
         eb_threshold: bound of the entropy rule, in nats.
         remask_criterion: how remask decides which tokens to mask again. "leave_one_out", "confidence" and "residual"

@@ -74,7 +74,7 @@ def shapes(
         "shapes": shapes, "batch_sizes": batch_sizes, "candidates": candidates, "accepted": accepted,
         "free_within": free_within, "block_size": block_size, "context": context, "layers": layers,
         "head_layers": head_layers, "dtype": dtype or ("bfloat16" if on.type == "cuda" else "float32"),
-        "device": str(on), "repeats": repeats, "json": as_json,
+        "device": str(on), "repeats": repeats,
     }  # fmt: skip
     about = {"machine": machine(on), "settings": settings}
     if not as_json:

@@ -55,6 +55,8 @@ def demo(
     loaded = _load(task)
     options = mode_options(SHOWN, loaded.config.block_size)
     if prompt is not None:
+        if record is not None:
+            raise ValueError("--prompt answers one prompt and measures nothing: leave --record out")
         show_answer(loaded, task, prompt, options)
         return None
     held_out = task.held_out("test", samples)

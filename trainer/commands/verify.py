@@ -98,7 +98,7 @@ def describe_check(check: "Check", strict: bool) -> str:
     line = f"{verdict:10}{check.same}/{check.compared}  {check.name}"
     if check.tokens_per_forward is not None:
         depths = " ".join(f"{share:.2f}" for share in check.accepted_by_depth)
-        line += f"; {check.tokens_per_forward:.2f} tokens a forward, accepted by depth: {depths or '-'}"
+        line += f"; {check.tokens_per_forward:.2f} tokens per forward, accepted by depth: {depths or '-'}"
     if check.difference is not None:
         d = check.difference
         line += (
