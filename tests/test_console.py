@@ -1,6 +1,8 @@
 """Lines of the training log."""
 
-from mrp_trainer.console import log_line
+import logging
+
+from mrp_trainer.console import log_line, without_invitation
 
 TRAINING = {
     "loss": 0.0612,
@@ -42,3 +44,18 @@ def test_small_kl_values_are_shown_with_significant_digits():
 
 def test_other_figures_are_shown_as_they_are():
     assert log_line({"train_runtime": 12.345, "note": "text"}) == "train_runtime 12.35"
+
+
+def test_invitation_to_share_the_model_is_not_shown_during_training(caplog):
+    """transformers writes it even after a run that trained nothing."""
+    source = logging.getLogger("transformers.trainer")
+    with caplog.at_level(logging.INFO, logger="transformers.trainer"):
+        source.propagate, before = True, source.propagate
+        try:
+            with without_invitation():
+                source.info("Training completed. Do not forget to share your model on huggingface.co/models =)")
+                source.info("another line")
+            source.info("share your model")
+        finally:
+            source.propagate = before
+    assert [record.getMessage() for record in caplog.records] == ["another line", "share your model"]

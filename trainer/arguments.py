@@ -200,7 +200,7 @@ class MRPTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self):
-        refuse_unsupported(self)
+        refuse_unsupported(self, muon=self.muon_learning_rate is not None)
         self._fill_in()
         super().__post_init__()
         refuse_accelerator_options(self.accelerator_config)

@@ -1,5 +1,8 @@
 """What a training run shows in the console: one short line per log, above transformers' progress bar."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -9,6 +12,21 @@ from .evaluation.formatting import significant
 from .evaluation.head_metrics import by_depth
 
 LABELS = {"loss": "loss", "eval_loss": "held-out loss", "learning_rate": "lr", "grad_norm": "grad"}
+
+
+@contextmanager
+def without_invitation() -> Iterator[None]:
+    """Drop transformers' log line that invites to share the model, which it writes even if nothing was trained."""
+    source = logging.getLogger("transformers.trainer")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "share your model" not in record.getMessage()
+
+    source.addFilter(keep)
+    try:
+        yield
+    finally:
+        source.removeFilter(keep)
 
 
 class HeadProgress(ProgressCallback):

@@ -42,7 +42,7 @@ from .arguments import MRPTrainingArguments
 from .checkpoints.head_files import backbone_identity
 from .checkpoints.sharded import gathered, shard_optimizer_state
 from .confident_reveal import NO_LOGITS, reveal_most_confident
-from .console import HeadProgress
+from .console import HeadProgress, without_invitation
 from .data.collator import MRPCollator
 from .data.rows import is_streamed, length_of
 from .data.streams import EndlessStream
@@ -178,7 +178,8 @@ class MRPTrainer(FiniteSteps):
         self._check_data()
         model = self.accelerator.unwrap_model(self.model)
         model.config.trained_acceptance = None
-        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        with without_invitation():
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         if self._held_out_prompts():
             self.save_model(_internal_call=True)  # whatever happens while decoding, the head is on disk
             model.config.trained_acceptance = self._decode_held_out(acceptance_range)

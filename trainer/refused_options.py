@@ -47,17 +47,18 @@ FIGURE = re.compile(rf"(.*_)?(loss|expected_tokens_per_forward|tokens_per_forwar
 LOWER_IS_BETTER = re.compile(r"(.*_)?(loss|kl_(before|after)_\d+)")
 
 
-def refuse_unsupported(args: TrainingArguments) -> None:
+def refuse_unsupported(args: TrainingArguments, muon: bool) -> None:
     """Raise for the first option that is set and has no place in this trainer. Call it on options as they were given.
 
     Args:
         args: the training arguments, before transformers changes them.
+        muon: whether Muon trains the matrices.
 
     Raises:
         ValueError: naming the option, its value and the reason.
     """
     reasons = dict(REFUSED)
-    if args.muon_learning_rate is not None:
+    if muon:
         reasons |= dict.fromkeys(REFUSED_WITH_MUON, "muon_learning_rate chooses the optimizers; unset one of the two")
     for option in fields(args):
         if option.name not in reasons:
