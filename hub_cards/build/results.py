@@ -27,10 +27,10 @@ BLOCK = re.compile(r"<!-- results:(\S+) -->\n.*?\n<!-- /results -->", re.DOTALL)
 # What README says below its table; RESULTS.md has the long version.
 README_CLOCK = """\
 `spec-4` returns exactly what `static` returns, with $words_spec_4 times fewer backbone forwards. On this easy task
-SDAR's own threshold decoding (`dynamic-0.9`), which needs no head, saves nearly as many and is faster by the clock; but it
-is not lossless ($words_dynamic_same of its answers are the same). Where text leaves more choices, thresholds save little:
-on the second embedded checkpoint, which completes Python functions, `dynamic-0.9` needs $code_dynamic times fewer
-forwards than `static`, `spec-4` $code_spec_4 times.
+SDAR's own threshold decoding (`dynamic-0.9`), which needs no head, saves nearly as many and is faster by the clock;
+but it is not lossless ($words_dynamic_same of its answers are the same). Where text leaves more choices, thresholds
+save little: on the second embedded checkpoint, which completes Python functions, `dynamic-0.9` needs $code_dynamic
+times fewer forwards than `static`, `spec-4` $code_spec_4 times.
 
 **On a CPU, forwards saved are not time saved.** A forward that verifies four states of a block costs a CPU more than a
 forward over one state: `spec-4` is $words_1 times as fast as `static` with one row at a time, $words_16 times with 16
