@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import NUMBERS
 from safetensors.torch import load_file, save_file
+from test_accelerate_configs import launch_two
 from test_host_synchronisations import FetchCounter
 from train_runs import ENVIRONMENT, ON_TWO, head, logs, losses, same, write_data
 from transformers import Trainer
@@ -203,3 +204,21 @@ def test_two_processes_agree_on_the_step_and_name_the_rank(poisoned, tmp_path, s
         )
         assert not (tmp_path / "run" / "mrp_head.safetensors").exists()
         assert json.loads((tmp_path / "run" / "checkpoint-1" / "trainer_state.json").read_text())["global_step"] == 1
+
+
+@pytest.mark.slow
+def test_sharded_processes_skip_the_same_steps_as_one_process(poisoned, tmp_path):
+    """After the forward that looks for the samples, FSDP2's model holds whole parameters and not the optimizer's.
+
+    Clearing the gradients of the model left those of the optimizer, and the skipped step made part of the head NaN.
+    """
+    options = {"skip_nonfinite_batches": True, "optim": "adamw_torch"}
+    two = poisoned("two", per_device_train_batch_size=2, ddp_backend="gloo", **options)
+    stopped = poisoned("stopped", per_device_train_batch_size=2, ddp_backend="gloo")
+    done = launch_two("accelerate-fsdp2.yaml", "-m", "tests.fsdp_on_cpu", two, stopped)
+    assert re.search(r"step 2: the loss is not finite in .* rank 0: \d+ \(row 5 of the data\)", done.stderr)
+    assert last_checkpoint(tmp_path / "stopped").endswith("checkpoint-1")
+    main([poisoned("one", **options)])
+    assert sorted(losses(tmp_path / "two")) == sorted(set(range(1, 11)) - STEPS)
+    for name, tensor in head(tmp_path / "one").items():
+        torch.testing.assert_close(head(tmp_path / "two")[name], tensor, rtol=1e-3, atol=1e-4)

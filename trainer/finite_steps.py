@@ -97,7 +97,8 @@ class FiniteSteps(HeadCheckpoints):
         self._skipped, self._skipped_in_run, self._just_skipped = self._skipped + 1, self._skipped_in_run + 1, True
         logger.warning("%s; the step is skipped", what)
         if not scaled:
-            model.zero_grad(set_to_none=True)  # optimizers pass over parameters without a gradient
+            # Optimizers pass over parameters without a gradient. Those of the model may be unsharded copies by now.
+            self.optimizer.zero_grad(set_to_none=True)
         self.on_skipped_step()
         return torch.zeros_like(loss)
 
@@ -149,7 +150,6 @@ class FiniteSteps(HeadCheckpoints):
         """Save the weights as they were before this step, and raise."""
         kept = "nothing was trained before it"
         if self.state.global_step > 0:
-            model.zero_grad()
             self._save_checkpoint(model, trial=None)
             kept = f"the weights before it are in {self.args.output_dir}/checkpoint-{self.state.global_step}"
         raise NonFiniteError(
