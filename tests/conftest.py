@@ -2,7 +2,7 @@
 
 import os
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test looks anything up
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test connects to the Hub
 
 from pathlib import Path
 

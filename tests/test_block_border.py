@@ -1,4 +1,4 @@
-"""Drafting across the block border: the next block's opening state is read behind the draft that completes a block."""
+"""Drafting across the block border: a draft that completes its block carries the next block's opening state."""
 
 import pytest
 import torch

@@ -172,7 +172,7 @@ def downloads(monkeypatch):
 
     def download(name, **options):
         wanted.append(name)
-        raise ConnectionError("nobody answers")
+        raise ConnectionError("no answer")
 
     monkeypatch.setattr(checkpoint_files, "snapshot_download", download)
     return wanted
@@ -181,7 +181,7 @@ def downloads(monkeypatch):
 @pytest.mark.parametrize("source", ["no/such/place", "./folder", "/no/folder", "folder", "../org/name", "~/model"])
 def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(downloads, source):
     for load in LOADS:
-        with pytest.raises(OSError, match=f"there is no folder {source}"):
+        with pytest.raises(OSError, match=f"folder {source} does not exist"):
             load(source)
     assert downloads == []
 
@@ -189,7 +189,7 @@ def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(downloads, source)
 def test_the_hub_is_asked_once(downloads):
     """transformers tried every file for half a minute, one after the other."""
     for load in LOADS:
-        with pytest.raises(OSError, match="org/name is not a local folder, and .* no connection to .*nobody answers"):
+        with pytest.raises(OSError, match="org/name is not a local folder, and .* no connection to .*no answer"):
             load("org/name")
     assert downloads == ["org/name"] * 2
 

@@ -110,7 +110,7 @@ def test_no_other_part_of_the_package_imports_the_commands():
         (["convert", "a", "b", "--head", "--json"], "Invalid value for --head: a value must follow it"),
         (["verify", "words", "--draft", "tail"], "Invalid value for '--draft'"),
         (["eval", "words", "--data", "a", "--scorer", "exact", "--skip", "-1"], "Invalid value for '--skip'"),
-        (["convert", "no/such/place", "out"], "there is no folder no/such/place"),
+        (["convert", "no/such/place", "out"], "folder no/such/place does not exist"),
         (["convert", BLOCK4 / "config.json", "out"], "config.json is a file: expected the folder of a checkpoint"),
         (
             ["convert", "words", "out", "--revision", "main"],
@@ -126,7 +126,7 @@ def test_no_other_part_of_the_package_imports_the_commands():
         ),
         (["convert", BLOCK4, BLOCK4], "exists already: choose another folder, or replace it with --overwrite"),
         (["convert", BLOCK4, BLOCK4, "--overwrite"], "overlaps with"),
-        (["generate", "no/such/place", "--prompt", "a"], "there is no folder no/such/place"),
+        (["generate", "no/such/place", "--prompt", "a"], "folder no/such/place does not exist"),
         (["generate", BLOCK4], "there is no prompt: give --prompt TEXT or --prompt-file FILE"),
         (["generate", BLOCK4, "--prompt-file", "missing.txt"], "missing.txt does not exist"),
         (["generate", BLOCK4, "--prompt", "a", "--mrp-mode"], "--mrp-mode has no value"),

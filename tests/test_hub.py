@@ -167,7 +167,7 @@ def test_what_keeps_a_push_from_the_hub_is_one_line(hub, tmp_path, status, offli
     folder = after_training(tmp_path / "head")
     hub.refuse_token = status
     if status is None:
-        hub.__exit__()  # nobody listens there any more
+        hub.__exit__()  # its port is closed from here on
     code = f"from mrp_trainer.commands.cli import main; print(main(['push', {str(folder)!r}, 'org/mine', '--json']))"
     done = run(code, **hub.variables | {"HF_HUB_OFFLINE": offline})
     (error,) = done.stderr.strip().splitlines()

@@ -32,7 +32,7 @@ def test_flex_attention_trains_on_gpus_unless_it_would_refuse_the_dtypes(
 
 @pytest.fixture
 def folders(tiny_model, word_tokenizer, tmp_path):
-    """A function that saves a model of so many head layers with a tokenizer, and returns the folder."""
+    """A function that saves a model with the given number of head layers with a tokenizer, and returns the folder."""
 
     def save(layers):
         folder = tmp_path / f"layers_{layers}"

@@ -1,4 +1,4 @@
-"""Muon and AdamW behind the interface of one optimizer."""
+"""Muon and AdamW combined into one optimizer."""
 
 import copy
 

@@ -38,7 +38,7 @@ CHANGES = [
 
 
 def test_change_of_what_shapes_a_run_is_refused_by_name_with_both_values(project, tmp_path, monkeypatch):
-    """All of these but the first six used to be accepted in silence, and the run went on with a mixture."""
+    """All but the first six used to be accepted in silence; the run then mixed old and new settings."""
     monkeypatch.chdir(tmp_path)
     lines = (tmp_path / "data.jsonl").read_text().splitlines(True)
     (tmp_path / "fewer.jsonl").write_text("".join(lines[:5]))

@@ -52,7 +52,7 @@ def test_missing_option_or_folder_is_named(project):
         main([])
     with pytest.raises(ValueError, match="train_data is required"):
         main(["--base_model", "somewhere"])
-    with pytest.raises(ValueError, match="there is no folder nowhere"):
+    with pytest.raises(ValueError, match="folder nowhere does not exist"):
         checkpoint_to_resume(MRPTrainingArguments(resume_from_checkpoint="nowhere"))
 
 

@@ -18,7 +18,7 @@ def model(tiny_model):
 
 
 def nan_in_long_contexts(length):
-    """A processor that spoils the scores of rows with at least so many finished tokens (its pad id is 0)."""
+    """A processor that spoils the scores of rows with at least a given number of finished tokens (its pad id is 0)."""
 
     def processor(context, scores):
         return torch.where((context != 0).sum(1, keepdim=True) >= length, torch.nan, scores)

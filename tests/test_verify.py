@@ -76,7 +76,7 @@ def test_margins_of_a_half_precision_difference_are_judged_by_its_rounding(tiny_
 
 @pytest.mark.parametrize("seed", [1, 5])
 def test_a_text_that_ends_inside_a_block_differs_by_rounding_only(tiny_model, word_tokenizer, inputs, seed):
-    """What is revealed behind the end of the text is not recorded.
+    """What is revealed after the end of the text is not recorded.
 
     A step at which the decoder revealed such a position and the replay would have revealed another, or the other way
     round, used to be impossible by any rounding: its excess was infinite, and verify failed.

@@ -14,8 +14,7 @@ with the output embedding W and the probability p_i at which position i was mask
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,20 +45,19 @@ from .console import HeadProgress, without_invitation
 from .data.collator import MRPCollator
 from .data.rows import is_streamed, length_of
 from .data.streams import EndlessStream
-from .evaluation.acceptance import acceptance_range, decodable, decode_figures, prompts_of
+from .evaluation.acceptance import acceptance_range, decode_figures
 from .evaluation.head_metrics import HeadFigures, HeadMetrics, measure_head
 from .finite_steps import FiniteSteps
+from .held_out import HeldOutPrompts
 from .losses.acceptance import chosen_position_loss, chosen_positions, linear_total_variation
 from .losses.linear_kl import Choice, linear_kl, linear_kl_and_choice
 from .muon import MuonWithAdamW
 from .trainer_inputs import (
-    check_fills_a_batch,
     check_fsdp,
     check_functions,
     check_trainable,
     collator_for,
     prepare_if_raw,
-    warn_of_far_positions,
 )
 
 logger = logging.get_logger(__name__)
@@ -67,7 +65,7 @@ logger = logging.get_logger(__name__)
 MODEL_INPUTS = ("input_ids", "revealed_ids", "clean_ids", "segment_ids")
 
 
-class MRPTrainer(FiniteSteps):
+class MRPTrainer(FiniteSteps, HeldOutPrompts):
     """Trains `model.mrp_head` to predict how the backbone's logits change when tokens are revealed.
 
     Args:
@@ -138,7 +136,6 @@ class MRPTrainer(FiniteSteps):
         self._recorded_settings = recorded_settings or {}
         self.model_accepts_loss_kwargs = True  # the loss is already divided by that of the whole optimizer step
         self._training_metrics = HeadMetrics.zeros(args.unroll_steps, args.device)
-        self._refused_prompts: Counter[str] = Counter()  # those that a warning has named
         self._evaluation: _EvaluationSums | None = None  # set while an evaluation runs
         self._backbone_identity = backbone_identity(self.model)  # reads all weights, so before FSDP shards them
         if self.is_fsdp_enabled:
@@ -175,27 +172,15 @@ class MRPTrainer(FiniteSteps):
                 `dataloader_drop_last` is set.
             NonFiniteError: see `FiniteSteps.train`.
         """
-        self._check_data()
+        self.check_data()
         model = self.accelerator.unwrap_model(self.model)
         model.config.trained_acceptance = None
         with without_invitation():
             output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        if self._held_out_prompts():
+        if self.held_out_prompts():
             self.save_model(_internal_call=True)  # whatever happens while decoding, the head is on disk
-            model.config.trained_acceptance = self._decode_held_out(acceptance_range)
+            model.config.trained_acceptance = self.decode_held_out(acceptance_range)
         return output
-
-    def _check_data(self):
-        """Check before the first step what would otherwise end or spoil the run later."""
-        args = self.args
-        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
-        named = {"train_dataset": (self.train_dataset, args.train_batch_size)}
-        named |= {f"eval_dataset {name}".strip(): (part, args.eval_batch_size) for name, part in evaluated.items()}
-        for name, (dataset, batch_size) in named.items():
-            check_fills_a_batch(name, dataset, batch_size, args)
-            limit = self.model.config.max_position_embeddings
-            warn_of_far_positions(name, dataset, self.data_collator.sequence_length, limit)
-        self._held_out_prompts()
 
     def _run_epoch(self, *args, **kwargs):
         """Skip the epoch of a finished run: transformers counts steps after taking them and would run one more."""
@@ -391,45 +376,13 @@ class MRPTrainer(FiniteSteps):
             self._evaluation = None
         sums, *counts = self.accelerator.reduce(evaluation.losses, reduction="sum")
         loss = (sums / _normaliser(torch.stack(counts))).mean().item()
-        decoded = self._decode_held_out(decode_figures) or {}
+        decoded = self.decode_held_out(decode_figures) or {}
         figures = {"loss": loss} | self._figures(evaluation.metrics).log_entries() | decoded
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         best = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
         if best.startswith(f"{metric_key_prefix}_"):  # without it, as after a failure to decode, the run would end
             output.metrics.setdefault(best, math.nan)
         return output
-
-    def _decode_held_out(self, measure: Callable[..., dict | None]) -> dict | None:
-        """Return `measure` of the held-out prompts, decoded with the head as it is in chains of K head steps.
-
-        Whatever goes wrong is a warning: figures are not worth the loss of a run.
-        """
-        args, model = self.args, self.accelerator.unwrap_model(self.model)
-        prompts, training = self._held_out_prompts(), model.training
-        if not prompts:
-            return None
-        model.eval()
-        try:
-            return measure(model, prompts, args.unroll_steps + 1, args.decode_new_tokens)
-        except Exception as error:
-            logger.warning("held-out prompts could not be decoded, and their figures are missing: %r", error)
-            return None
-        finally:
-            model.train(training)
-
-    def _held_out_prompts(self) -> list[list[int]]:
-        """Return the held-out prompts that can be decoded, and warn once if there are others."""
-        rows, config = self.eval_dataset, self.model.config
-        if isinstance(rows, dict):
-            rows = next(iter(rows.values()))
-        if rows is None:
-            return []
-        prompts, refused = decodable(prompts_of(rows, self.args.decode_prompts, config.block_size), config)
-        if refused != self._refused_prompts:
-            for reason, count in refused.items():
-                logger.warning("%d held-out prompts are not decoded: %s", count, reason)
-        self._refused_prompts = refused
-        return prompts
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return the data loader of an evaluation; its noise is that of epoch 0 every time."""

@@ -214,7 +214,7 @@ def resuming(args: MRPTrainingArguments) -> bool:
     if wanted is None or str(wanted).lower() == "false":
         return False
     if not _automatic(args) and not Path(wanted).is_dir():
-        raise ValueError(f"resume_from_checkpoint: there is no folder {wanted} (use auto for the last checkpoint)")
+        raise ValueError(f"resume_from_checkpoint: folder {wanted} does not exist (use auto for the last checkpoint)")
     if _automatic(args) and args.overwrite_output_dir:
         raise ValueError(
             f"resume_from_checkpoint: {wanted} resumes the run in output_dir, which overwrite_output_dir deletes: set "

@@ -46,7 +46,7 @@ def checkpoint_folder(
     if Path(source).exists():
         raise OSError(f"{source} is a file: expected the folder of a checkpoint")
     if not HUB_ID.fullmatch(str(source)):
-        raise OSError(f"there is no folder {source}")
+        raise OSError(f"folder {source} does not exist")
     within = f"{subfolder.strip('/')}/" if subfolder else ""
     try:
         folder = snapshot_download(

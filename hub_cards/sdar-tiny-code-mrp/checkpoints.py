@@ -309,7 +309,7 @@ def _head_prefix(names: list[str]) -> str | None:
 def _config(
     source, values: dict, layers: int | None, num_mrp_layers: int | None, has_head: bool, default_layers: int
 ) -> MRPConfig:
-    """Make our config from the `config.json` of the source, whose head has so many `layers`."""
+    """Make our config from the `config.json` of the source, whose head has `layers` layers."""
     if has_head and num_mrp_layers is not None and num_mrp_layers != layers:
         raise ValueError(
             f"num_mrp_layers={num_mrp_layers} contradicts {source}, whose head has {layers} layers: "

@@ -251,7 +251,7 @@ class BlockState:
         return ~((blocks == self.mask_token_id) & self._returned(blocks)).any(-1)
 
     def continues_after(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return whether a row goes on with its next block once a settled state of the current one is reached.
+        """Return whether a row continues with its next block after a settled state of the current one.
 
         Args:
             blocks: a state of each row's current block, [R, B].

@@ -54,7 +54,7 @@ def selected_files(folder: str | Path) -> Selection:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}")
+        raise ValueError(f"folder {folder} does not exist")
     needed = _head_files(folder) if (folder / HEAD_CONFIG).exists() else _checkpoint_files(folder)
     optional = {GENERATION_CONFIG, CARD, "LICENSE", *TOKENIZER_FILES, *_images(folder / CARD)}
     files = sorted(needed | {name for name in optional if (folder / name).is_file()})

@@ -43,7 +43,7 @@ class RunRecord:
         return run_id == self.run_id or any(run_id == parent and step <= last for parent, last in self.parents)
 
     def continued_with(self, settings: dict[str, Any], step: int) -> "RunRecord":
-        """Return the record of a run that goes on from a step of this one.
+        """Return the record of a run that continues from a step of this one.
 
         Args:
             settings: its settings. With the same settings it is the same run.

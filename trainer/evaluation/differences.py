@@ -20,7 +20,7 @@ from modeling_mrp.step_rules import StepRule
 from .decoding import end_of_text_ids
 
 PROMPT_SHOWN = 60  # characters of a prompt in the report
-ROUNDING_STEPS = 8  # a margin of up to so many units in the last place of the largest value counts as rounding
+ROUNDING_STEPS = 8  # a margin counts as rounding up to this many units in the last place of the largest value
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def most_likely_step(
 ) -> tuple[Tensor, float]:
     """Return the positions that a step revealed, [B], and their `order_excess`.
 
-    The text ends before its last block does, and nothing records what was revealed behind its end. A step revealed its
+    The text ends before its last block does, and nothing records what was revealed after its end. A step revealed its
     recorded positions and the first few of the hidden ones in the rule's order: as many as make the smallest excess.
 
     Args:
