@@ -36,6 +36,16 @@ NUMBERS = WORDS[2:7]
 SPECIAL = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Set the number of threads back to one after a test of a command that changes it.
+
+    Other tests compare with processes that run on one thread, bit for bit.
+    """
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(params=["block4", "block8-tied"])
 def golden_folder(request) -> Path:
     """Each of the two published-layout checkpoints with values of an independent implementation."""
