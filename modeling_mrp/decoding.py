@@ -3,7 +3,8 @@
 A *round* is one forward of the backbone over candidate states of the current block of every row, and what follows from
 it. The parts of a round, and where they are:
 
-    drafting.py           which candidates the forward reads: the current block, and drafted states after it
+    drafting.py           drafted states after the current block, from estimated logits
+    draft_graph.py        which of them the forward reads: the likeliest, at most as many as it has places
     cached_forwards.py    the packed forward [clean blocks | candidates], and head steps, on the cache
     verification.py       which candidates the backbone confirms, and its own step on the last of them
     remasking.py          which tokens are masked again after that step
@@ -28,7 +29,8 @@ Host synchronisations. The host waits for the device where a shape, or whether a
                      were read allow no choice (`BlockState.note_faults`), which ends the call with an error
                      `on_progress` of `generate`: whether another column of new tokens can be emitted, once and again
                      after each column, because the stopping criteria may have ended rows
-    spec             whether any row still drafts, once per draft, before the next head step
+    spec             whether any row still drafts and how many candidates there are, once per depth of the drafts,
+                     before the next head step
                      where an opening state was read (see drafting.py): whether any row crosses the block border
     direct           whether any row is still unsettled, once per head step
     remask           how many reveals the head has to judge, once per round
@@ -46,7 +48,7 @@ import torch
 from .block_cache import BlockCache
 from .block_state import BlockState, Fault
 from .cached_forwards import CachedForwards, Candidates
-from .drafting import ChainDrafter, current_states, with_shadow
+from .drafting import Drafter, current_states, with_shadow
 from .options import DecodingOptions
 from .remasking import HeadRemasker, revoke_doubted_tokens
 from .sampling import Sampler
@@ -81,7 +83,7 @@ class Decoder:
         self.pad_token_id = pad_token_id
         self.cache = BlockCache(len(state.tokens), self._capacity(), state.block_size, state.tokens.device)
         self.forwards = CachedForwards(model, self.cache, options)
-        self.drafter = ChainDrafter(self.forwards, sampler, options)
+        self.drafter = Drafter(self.forwards, sampler, options)
         self.verifier = Verifier(sampler, options)
         self.remasker = None if options.revokes else HeadRemasker(self.forwards, sampler, options)
         # what a round does, chosen once: a function that takes the logits processors' context
@@ -223,7 +225,7 @@ class Decoder:
         """
         state = self.state
         state.write(after, state.running, steps)
-        state.steps = state.steps + torch.where(state.running, step.last + 1, 0)
+        state.steps = state.steps + torch.where(state.running, step.depth + 1, 0)
         state.opening = torch.zeros_like(state.opening)
 
     def cross_border(self, step: BackboneStep, hidden: torch.Tensor) -> None:

@@ -223,7 +223,7 @@ class MRPGenerationMixin(GenerationMixin):
             options.block_size,
             self.config.mask_token_id,
             eos.to(self.device),
-            options.candidates,
+            options.depths,
         )
         sampler = Sampler(
             self.config.mask_token_id,

@@ -56,7 +56,8 @@ from .column_emitter import ColumnEmitter  # noqa: F401
 from .configuration_mrp import MRPConfig
 from .context_cache import CleanContext, ContextRecorder
 from .decoding import Decoder  # noqa: F401
-from .drafting import ChainDrafter  # noqa: F401
+from .draft_graph import DraftGraph  # noqa: F401
+from .drafting import Drafter  # noqa: F401
 from .generation_mrp import MRPGenerationMixin
 from .inputs import check_forward_inputs, check_unsupported, check_vocabulary
 from .masks import (

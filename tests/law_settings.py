@@ -160,6 +160,7 @@ def modes(block_size: int) -> st.SearchStrategy[dict]:
     spec = st.fixed_dictionaries(
         {"mrp_mode": st.just("spec"), "mrp_steps": steps, "mrp_draft": st.sampled_from(["head", "self"])},
         optional={
+            "mrp_candidates": st.integers(1, 2 * block_size + 2),
             "mrp_drafts_per_head_step": st.integers(1, block_size),
             "mrp_draft_threshold": tau,
             "mrp_acceptance": st.sampled_from(["exact", "token"]),

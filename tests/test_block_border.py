@@ -71,7 +71,7 @@ def decode_with_cache(model, prompts, **options):
     valid = torch.tensor([[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts]).bool()
     no_eos = torch.empty(0, dtype=torch.long)
     mask_token_id = model.config.mask_token_id
-    state = BlockState(*left_align(ids, valid), 21, options.block_size, mask_token_id, no_eos, options.candidates)
+    state = BlockState(*left_align(ids, valid), 21, options.block_size, mask_token_id, no_eos, options.depths)
     decoder = Decoder(model, state, options, Sampler(mask_token_id, [], []))
     with torch.no_grad():
         decoder.run(lambda state: None)

@@ -43,9 +43,7 @@ def decode_and_count(model, prompts, monkeypatch, **options):
     valid = torch.tensor([[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts]).bool()
     aligned, lengths = left_align(ids, valid)
     no_eos = torch.empty(0, dtype=torch.long)
-    state = BlockState(
-        aligned, lengths, 21, options.block_size, model.config.mask_token_id, no_eos, options.candidates
-    )
+    state = BlockState(aligned, lengths, 21, options.block_size, model.config.mask_token_id, no_eos, options.depths)
     decoder = Decoder(model, state, options, Sampler(model.config.mask_token_id, [], []))
     monkeypatch.setattr("modeling_mrp.decoding.WORTH_DROPPING", 1.0)
     rounds, calls, synchronise = [0], [], BlockState.synchronise
@@ -64,6 +62,7 @@ def decode_and_count(model, prompts, monkeypatch, **options):
         # one for each draft, and one where the opening state of the next block was read
         ({"mrp_mode": "spec", "mrp_steps": STEPS}, STEPS),
         ({"mrp_mode": "spec", "mrp_steps": STEPS, "mrp_draft": "self"}, STEPS),
+        ({"mrp_mode": "spec", "mrp_steps": STEPS, "mrp_candidates": 2 * STEPS}, STEPS),
         ({"mrp_mode": "direct", "mrp_steps": STEPS}, STEPS),
         ({"mrp_mode": "remask", "confidence_threshold": 0.05}, 1),
         ({"mrp_mode": "remask", "confidence_threshold": 0.05, "remask_criterion": "backbone"}, 0),

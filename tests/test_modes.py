@@ -22,6 +22,10 @@ def resolved(name: str) -> DecodingOptions:
         ("spec-6", {"mrp_mode": "spec", "mrp_steps": 6, "mrp_draft": "head", "mrp_acceptance": "exact"}),
         ("spec-4-self", {"mrp_steps": 4, "mrp_draft": "self", "mrp_acceptance": "exact"}),
         ("spec-8-token", {"mrp_steps": 8, "mrp_draft": "head", "mrp_acceptance": "token"}),
+        ("spec-4", {"mrp_steps": 4, "mrp_candidates": None}),
+        ("graph-6", {"mrp_mode": "spec", "mrp_steps": 6, "mrp_candidates": 6, "mrp_draft": "head"}),
+        ("graph-4-self", {"mrp_candidates": 4, "mrp_draft": "self"}),
+        ("graph-8-token", {"mrp_candidates": 8, "mrp_acceptance": "token"}),
         ("direct-2", {"mrp_mode": "direct", "mrp_steps": 2}),
         ("remask-confidence", {"mrp_mode": "remask", "remask_criterion": "confidence", "confidence_threshold": 0.5}),
         ("remask-residual-1", {"mrp_mode": "remask", "remask_criterion": "residual", "confidence_threshold": 1.0}),
@@ -43,6 +47,8 @@ def test_a_name_stands_for_options(name, expected):
         "spec-2.5",
         "spec-4-both",
         "direct-2-self",
+        "graph",
+        "graph-0-self",
         "dynamic",
         "dynamic-1.5",
     ]
@@ -56,7 +62,15 @@ def test_an_unknown_name_is_an_error_that_lists_the_modes(name):
 def test_only_modes_with_a_head_need_one():
     names = [*grid(KINDS, [0.5], [2], block_size=8)]
     headless = [name for name in names if not needs_head(mode_options(name, 8))]
-    assert headless == ["static", "static-2", "static-4", "dynamic-0.5", "wide-narrow-0.5", "spec-2-self"]
+    assert headless == [
+        "static",
+        "static-2",
+        "static-4",
+        "dynamic-0.5",
+        "wide-narrow-0.5",
+        "spec-2-self",
+        "graph-2-self",
+    ]
 
 
 def test_the_default_modes_of_the_commands_exist():

@@ -24,6 +24,7 @@ def test_the_documented_defaults():
     assert vars(options) == {
         "mrp_mode": None,
         "mrp_steps": 3,
+        "mrp_candidates": None,
         "mrp_draft": "head",
         "mrp_drafts_per_head_step": 1,
         "mrp_acceptance": "exact",
@@ -38,6 +39,20 @@ def test_the_documented_defaults():
         "block_size": 8,
     }
     assert tuple(vars(options)) == OPTION_NAMES
+
+
+@pytest.mark.parametrize(
+    ("given", "depths", "places"),
+    [
+        ({"mrp_steps": 4}, 4, 4),
+        ({"mrp_candidates": 6}, 6, 6),
+        ({"mrp_candidates": 6, "mrp_steps": 4}, 4, 6),
+        ({"mrp_candidates": 4, "mrp_steps": 9}, 4, 4),
+    ],
+)
+def test_a_graph_is_as_deep_as_it_has_places_unless_the_steps_are_given(given, depths, places):
+    options = resolve(mrp_mode="spec", **given)
+    assert (options.depths, options.candidates) == (depths, places)
 
 
 def test_none_means_the_default():

@@ -254,12 +254,13 @@ class BlockState:
         """Return whether a row continues with its next block after a settled state of the current one.
 
         Args:
-            blocks: a state of each row's current block, [R, B].
+            blocks: one or more states of each row's current block, [R, ..., B].
 
         Returns:
-            Boolean [R].
+            Boolean [R, ...].
         """
-        return ~self._eos(blocks).any(-1) & (self.starts + self.block_size < self.limits)
+        has_more = self.starts + self.block_size < self.limits
+        return ~self._eos(blocks).any(-1) & has_more.view(-1, *[1] * (blocks.dim() - 2))
 
     def _returned(self, blocks):
         eos = self._eos(blocks).long()

@@ -47,6 +47,7 @@ class Candidates(NamedTuple):
         blocks: tokens of the states, [R, C, B].
         live: which of them are real, [R, C]; the others are padding.
         stream: number of each state's stream in the attention rule (see masks.py), [R, C].
+        depth: number of denoising steps from the current block to the state, 0 for opening states, [R, C].
         most_beside_clean: the most live states of a row that has pending clean blocks.
         opens: which of them are the opening state of the next block, after a draft that completes the current one,
             [R, C]; None if there is none.
@@ -55,6 +56,7 @@ class Candidates(NamedTuple):
     blocks: torch.Tensor
     live: torch.Tensor
     stream: torch.Tensor
+    depth: torch.Tensor
     most_beside_clean: int = 1
     opens: torch.Tensor | None = None
 

@@ -1,18 +1,21 @@
 """Drafting: the candidate states of a round, guessed before the backbone verifies them."""
 
+from dataclasses import dataclass
+
 import torch
 
 from .block_state import BlockState
 from .cached_forwards import CachedForwards, Candidates
-from .masks import CLEAN
+from .draft_graph import DraftGraph, Nodes, merged
 from .options import DecodingOptions
-from .sampling import Sampler
+from .sampling import Sampler, TokenChoice
 
 
 def current_states(state: BlockState) -> Candidates:
     """Return one candidate per running row: its current block as it is."""
     live = state.running[:, None]
-    return Candidates(state.block[:, None], live, torch.ones_like(live, dtype=torch.long))
+    number = torch.ones_like(live, dtype=torch.long)
+    return Candidates(state.block[:, None], live, number, torch.zeros_like(number))
 
 
 def with_shadow(state: BlockState, candidates: Candidates) -> Candidates:
@@ -26,21 +29,29 @@ def with_shadow(state: BlockState, candidates: Candidates) -> Candidates:
         torch.cat([candidates.blocks, shadow], dim=1),
         torch.cat([candidates.live, candidates.live & asks], dim=1),
         torch.cat([candidates.stream, -candidates.stream], dim=1),
+        torch.cat([candidates.depth, candidates.depth], dim=1),
     )
 
 
-class ChainDrafter:
-    """Drafts a chain of states per row, each of them one more step of the step rule on estimated logits.
+TOKEN_EXPONENT = 0.5
 
-        candidate 0    the current block: it already holds the last round's backbone step, which is certain
-        candidate 1    candidate 0 after a step on the logits that the head estimates for it
-        candidate 2    candidate 1 after a step on the logits that the head estimates for it, and so on
 
-    With `mrp_draft="self"` there is no head: every step reads the backbone's logits of the last round.
+class Drafter:
+    """Drafts a graph of states per row, each of them some more steps of the step rule on estimated logits.
+
+        depth 0    the current block: it already holds the last round's backbone step, which is certain
+        depth 1    depth 0 after a step on the logits that the head estimates for it, and alternatives of that step
+        depth 2    the heaviest states of depth 1 after a step on the logits that the head estimates for each of them,
+                   and alternatives; equal states are one node (see draft_graph.py)
+        ...        up to depth K - 1
+
+    All states of one depth go through one batched head step. With as many places for candidates as depths, each state
+    has one successor, and the graph is a chain. With `mrp_draft="self"` there is no head: every step reads the
+    backbone's logits of the last round.
 
     Across the block border. A draft that completes its block is followed by the *opening state* of the next block, all
-    masked, as the last candidate of its row. The complete draft is labelled as a clean block, so the opening state
-    sees it as its context. If the backbone confirms the draft, the same forward has also opened the next block:
+    masked. The complete draft is labelled as a clean block, so the opening state sees it as its context. If the
+    backbone confirms the draft, the same forward has also opened the next block:
 
         candidate 1    a b _ d
         candidate 2    a b c d                                  complete: read as a clean block
@@ -56,7 +67,10 @@ class ChainDrafter:
         self.forwards = forwards
         self.sampler = sampler
         self.rule = options.step_rule
-        self.candidates = options.candidates
+        self.places = options.candidates
+        self.depths = options.depths
+        self.width = options.width
+        self.alternatives = options.alternatives
         self.uses_head = options.mrp_draft == "head"
         self.steps_per_head_step = options.mrp_drafts_per_head_step
         self.threshold = options.mrp_draft_threshold
@@ -66,66 +80,89 @@ class ChainDrafter:
     def draft(self, state: BlockState, context: torch.Tensor | None) -> Candidates:
         """Draft candidates for all rows, as many as the options allow and at least one row can use.
 
-        Rows leave the chain one by one: when their state is settled, or when a draft is not confident enough. Their
-        later candidates are dead. A row that has just opened its block has no logits to draft from, so candidate 0 is
-        its only one. `live` is therefore a prefix of each row's candidates.
+        A row that has just opened its block has no logits to draft from, so the current block is its only candidate.
 
         Args:
             state: the rows; their `proposed` counters are raised.
             context: finished tokens for the logits processors, or None.
         """
-        block, hidden = state.block, state.hidden  # [R, B], [R, B, H]
-        never = torch.zeros_like(state.running)
-        blocks, live, complete, opens = [block], [state.running], [never], [never]  # per candidate: [R, B], then [R]
-        drafting = state.running & ~state.opening  # rows whose chain goes on, [R]
-        any_drafting, any_complete = state.running_rows > state.opening_rows, False  # known to the host
-        crossing, logits, placement = False, None, None
-        for depth in range(1, self.candidates if any_drafting else 1):
-            completed, any_completed = complete[-1], any_complete  # their next candidate is an opening state
-            complete.append(never)
-            any_complete = False
-            if any_drafting:
-                if self.uses_head and (depth - 1) % self.steps_per_head_step == 0:
-                    # one placement for the whole chain: rows that stop drafting keep their slots, unread
-                    placement = placement or self.forwards.place_states(state, drafting[:, None])
-                    states = block[:, None], hidden[:, None], drafting[:, None]
-                    hidden = self.forwards.head(state, *states, placement)[:, 0]
-                    logits = None
-                if logits is None:
-                    logits = self.forwards.model.logits(hidden)  # [R, B, V]
-                block, drafted = self._next_draft(state, block, drafting, logits, depth, context)
-                settled = state.settled(block)
-                if self.crosses_border and depth + 1 < self.candidates:  # there is room for an opening state
-                    complete[-1] = drafted & settled & state.continues_after(block)
-                drafting = drafted & ~settled  # a settled state needs no logits
-                state.proposed[:, depth] += drafting | complete[-1]
-                # waits for the device: a head step or a candidate that no row uses would cost more than the wait
-                answer = int(drafting.any().long() + 2 * complete[-1].any())  # two answers in one number: one wait
-                any_drafting, any_complete = bool(answer & 1), bool(answer & 2)
-            if not (any_drafting or any_complete or any_completed):
+        if self.depths == 1 or state.running_rows == state.opening_rows:
+            return current_states(state)
+        graph = DraftGraph(state.block, state.running, self.places)
+        level = graph.nodes.weighing(graph.nodes.weight.masked_fill(state.opening[:, None], 0.0))
+        estimate = Estimate(state.hidden[:, None])
+        for depth in range(1, self.depths):
+            if self.uses_head and (depth - 1) % self.steps_per_head_step == 0:
+                before = take_states(estimate.hidden, level.source)
+                estimate = Estimate(self.forwards.head(state, level.blocks, before, level.weight > 0))
+                number = torch.arange(level.weight.shape[1], device=level.source.device)
+                level = level._replace(source=number.expand_as(level.source))
+            steps = self._steps(state, level, estimate, depth, context)
+            continues = state.continues_after(steps.blocks) & self.crosses_border
+            level = graph.add(steps, state.settled(steps.blocks), continues)
+            # waits for the device: a head step or a candidate that no row uses would cost more than the wait
+            count, crossing = graph.size()
+            answers = int(count * 4 + crossing * 2 + (level.weight > 0).any())  # three in one number: one wait
+            count, crossing, any_drafting = answers // 4, bool(answers & 2), answers & 1
+            if not any_drafting:
                 break
-            blocks.append(torch.where(completed[:, None], state.mask_token_id, block))
-            live.append(drafting | complete[-1] | completed)
-            opens.append(completed)
-            crossing = crossing or any_completed
-        return self._candidates(blocks, live, complete, opens, crossing)
+            if level.weight.shape[1] > self.width:
+                level = level.take(level.order()[:, : self.width])
+        candidates = graph.candidates(count, crossing, state.mask_token_id)
+        drafts = candidates.live & (candidates.depth > 0)
+        depths = torch.arange(1, self.depths, device=drafts.device)
+        state.proposed[:, 1:] += (drafts[..., None] & (candidates.depth[..., None] == depths)).any(1)
+        return candidates
 
-    def _next_draft(self, state, block, drafting, logits, depth, context):
-        """Take a step on estimated logits [R, B, V]; return the states [R, B] and the rows that dare the step [R]."""
-        choice = self.sampler.read(logits, state.positions, state.steps + depth - 1, context)
-        masked = block == state.mask_token_id
-        state.note_faults(masked & drafting[:, None], choice.confidence, choice.score, by_head=self.uses_head)
-        reveal = self.rule(choice.confidence, choice.entropy, masked)
+    def _steps(self, state, level: Nodes, estimate: "Estimate", depth: int, context) -> Nodes:
+        """Take a step, and its alternatives, from every node of a level on estimated logits; [R, N x A] nodes."""
+        if estimate.logits is None:
+            estimate.logits = self.forwards.model.logits(estimate.hidden)
+        if estimate.choice is None or self.sampler.samples:  # noise changes with the depth
+            sources = estimate.hidden.shape[1]
+            positions = state.positions[:, None].expand(-1, sources, -1)
+            done = (state.steps + depth - 1)[:, None].expand(-1, sources)
+            estimate.choice = self.sampler.read(estimate.logits, positions, done, context)
+        choice = estimate.choice
+        token, confidence, entropy, score = (
+            None if field is None else take_states(field, level.source)
+            for field in (choice.token, choice.confidence, choice.entropy, choice.score)
+        )  # [R, N, B] each
+        masked = level.blocks == state.mask_token_id
+        drafting = level.weight > 0
+        state.note_faults(masked & drafting[..., None], confidence, score, by_head=self.uses_head)
+        if self.alternatives == 1:
+            reveal = self.rule(confidence, entropy, masked)[:, :, None]  # [R, N, A, B]
+            likelihood = torch.ones_like(confidence[..., :1])  # [R, N, A]
+        else:
+            reveal, likelihood = self.rule.alternatives(confidence, entropy, masked, self.alternatives)
+            likelihood = likelihood * confidence[:, :, None].where(reveal, 1.0).prod(-1) ** TOKEN_EXPONENT
         if self.threshold is not None:
-            lowest = choice.confidence.masked_fill(~reveal, torch.inf).amin(-1)
-            drafting = drafting & (lowest >= self.threshold)
-        return torch.where(reveal, choice.token, block), drafting
+            lowest = confidence[:, :, None].masked_fill(~reveal, torch.inf).amin(-1)
+            likelihood = likelihood * (lowest >= self.threshold)
+        blocks = torch.where(reveal, token[:, :, None], level.blocks[:, :, None])
+        before = level.weight[..., None].expand_as(likelihood)
+        source = level.source[..., None].expand_as(likelihood)
+        weight = torch.where(before > 0, before * likelihood, 0.0).flatten(1)  # padding may hold NaN
+        nodes = Nodes(blocks.flatten(1, 2), weight, torch.full_like(source.flatten(1), depth), source.flatten(1))
+        return merged(nodes, before.flatten(1))
 
-    def _candidates(self, blocks, live, complete, opens, crossing: bool) -> Candidates:
-        """Stack the candidates of all depths."""
-        live, opens = torch.stack(live, dim=1), torch.stack(opens, dim=1)  # [R, C]
-        complete = torch.stack(complete[: live.shape[1]], dim=1)
-        number = torch.arange(1, live.shape[1] + 1, device=live.device)
-        # a complete draft is a clean block to the opening state after it, and hidden from the drafts of its own block
-        stream = torch.where(complete, CLEAN, number)
-        return Candidates(torch.stack(blocks, dim=1), live, stream, opens=opens if crossing else None)
+
+@dataclass
+class Estimate:
+    """Estimated logits of S states of every row, and what was read from them.
+
+    Attributes:
+        hidden: hidden states that the logits are computed from, [R, S, B, H].
+        logits: the logits, [R, S, B, V]; None until they are read.
+        choice: the token chosen at each position, fields [R, S, B]; None until it is read.
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    choice: TokenChoice | None = None
+
+
+def take_states(field: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the states [R, n, ...] of a field [R, S, ...] at the given indices [R, n]."""
+    return field.gather(1, index.view(*index.shape, *[1] * (field.dim() - 2)).expand(-1, -1, *field.shape[2:]))

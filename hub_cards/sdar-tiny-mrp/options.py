@@ -11,6 +11,7 @@ from .step_rules import STRATEGIES, StepRule
 MODES = (None, "direct", "spec", "remask")
 DRAFTERS = ("head", "self")
 ACCEPTANCES = ("exact", "token")
+ALTERNATIVES = 3  # of a draft step in a graph; more gained nothing on either embedded checkpoint
 CRITERIA = ("leave_one_out", "confidence", "residual", "backbone")
 
 
@@ -22,6 +23,8 @@ class DecodingOptions:
         mrp_mode: None (backbone only), "direct", "spec" or "remask".
         mrp_steps: look-ahead K, at least 1. spec: drafts per round, the first of which is the backbone's own certain
             step. direct: head steps after each backbone step.
+        mrp_candidates: the most states C per row that one verification of spec reads, at least 1. The drafts form a
+            graph (see draft_graph.py) of at most K depths, by default C. None: they form a chain of K states.
         mrp_draft: what spec drafts from: "head" (logits that the head estimates), or "self" (the backbone's logits of
             the last round).
         mrp_drafts_per_head_step: how many draft steps of a chain share one head step, at least 1.
@@ -43,6 +46,7 @@ class DecodingOptions:
 
     mrp_mode: str | None = None
     mrp_steps: int = 3
+    mrp_candidates: int | None = None
     mrp_draft: str | None = None
     mrp_drafts_per_head_step: int = 1
     mrp_acceptance: str = "exact"
@@ -71,6 +75,8 @@ class DecodingOptions:
         has_head = config.num_mrp_layers > 0
         values.setdefault("block_size", config.block_size)
         values.setdefault("denoising_steps", values["block_size"])
+        if "mrp_candidates" in values:
+            values.setdefault("mrp_steps", values["mrp_candidates"])
         values.setdefault("mrp_draft", "head" if has_head else "self")
         remask = values.get("mrp_mode") == "remask"
         values.setdefault("remasking_strategy", "low_confidence_dynamic" if remask else "low_confidence_static")
@@ -93,6 +99,8 @@ class DecodingOptions:
         one_of("remask_criterion", self.remask_criterion, CRITERIA)
         for name in ("block_size", "mrp_steps", "mrp_drafts_per_head_step", "denoising_steps"):
             _whole(name, getattr(self, name))
+        if self.mrp_candidates is not None:
+            _whole("mrp_candidates", self.mrp_candidates)
         for name in ("mrp_acceptance_floor", "mrp_draft_threshold", "confidence_threshold"):
             _number(name, getattr(self, name), upper=1.0)
         residual = self.remask_criterion == "residual"
@@ -128,7 +136,24 @@ class DecodingOptions:
     @property
     def candidates(self) -> int:
         """The most states that one forward of the backbone reads per row (without shadows)."""
-        return self.mrp_steps if self.mrp_mode == "spec" else 1
+        if self.mrp_mode != "spec":
+            return 1
+        return self.mrp_steps if self.mrp_candidates is None else self.mrp_candidates
+
+    @property
+    def depths(self) -> int:
+        """Number of depths that drafts reach, that of the current block included."""
+        return min(self.mrp_steps, self.candidates)
+
+    @property
+    def alternatives(self) -> int:
+        """How many alternatives of each draft step spec considers; with one, the drafts form a chain."""
+        return 1 if self.mrp_candidates is None else min(ALTERNATIVES, self.block_size)
+
+    @property
+    def width(self) -> int:
+        """The most drafts of one depth from which spec continues."""
+        return 1 if self.mrp_candidates is None else max(2, self.candidates // 4)
 
     @property
     def keep_threshold(self) -> float:

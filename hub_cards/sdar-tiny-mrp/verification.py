@@ -1,18 +1,15 @@
 """Verification: how far the backbone follows the drafted candidates, and its own step from there.
 
-The backbone's step on a candidate is the candidate after one step of the step rule on the backbone's own logits. A
-chain of drafts is confirmed as long as each candidate equals the step on the one before it:
+The backbone's step on a candidate is the candidate after one step of the step rule on the backbone's own logits. One
+forward gives the steps on all candidates. The *walk* starts at the current block, which is certain, and goes on from
+candidate to candidate as long as the step leads to one (a graph of five candidates, see draft_graph.py):
 
-    candidate 0        candidate 1        candidate 2
-         |                  |                  |
-       step 0             step 1             step 2          (one forward gives the logits of all candidates)
-         |                  |                  |
-      equals             equals          not compared
-    candidate 1? yes   candidate 2? no
+    current block --step--> candidate 2 --step--> candidate 4 --step--> no candidate
+    a _ _ _                 a b _ _               a b _ d               a b c d
 
-Here candidate 1 is the last confirmed one, and step 1 is taken: two denoising steps for one forward. Candidate 0 is
-certain and needs no confirmation, so a round gains at least one step. Since every step is the backbone's own, the
-tokens are those of decoding without drafts.
+Candidates 1 and 3, drafted for other steps, are not confirmed. Candidate 4 is the last confirmed one, and the step on
+it is taken too: three denoising steps for one forward. A round gains at least the step on the current block. Since
+every step is the backbone's own, the tokens are those of decoding without drafts.
 """
 
 from typing import NamedTuple
@@ -21,6 +18,7 @@ import torch
 
 from .block_state import BlockState
 from .cached_forwards import Candidates
+from .masks import CLEAN
 from .options import DecodingOptions
 from .sampling import Sampler, TokenChoice
 
@@ -30,6 +28,7 @@ class BackboneStep(NamedTuple):
 
     Attributes:
         last: index of that candidate, [R].
+        depth: its depth, [R].
         before: its tokens, [R, B].
         after: its tokens after the step, [R, B].
         revealed: positions that the step reveals, boolean [R, B].
@@ -40,6 +39,7 @@ class BackboneStep(NamedTuple):
     """
 
     last: torch.Tensor
+    depth: torch.Tensor
     before: torch.Tensor
     after: torch.Tensor
     revealed: torch.Tensor
@@ -75,6 +75,7 @@ class Verifier:
     def __init__(self, sampler: Sampler, options: DecodingOptions) -> None:
         self.sampler = sampler
         self.rule = options.step_rule
+        self.depths = options.depths
         # confidence at which a draft that is out of order is accepted; None: exact acceptance
         self.floor = options.mrp_acceptance_floor if options.mrp_acceptance == "token" else None
 
@@ -85,14 +86,13 @@ class Verifier:
 
         Args:
             state: the rows; their `accepted` counters are raised, and their scores written if they are asked for.
-            candidates: the candidates, `live` a prefix in every row.
+            candidates: the candidates; the first of every row is its current block.
             logits: the backbone's logits on them, [R, C, B, V].
             context: finished tokens for the logits processors, or None.
         """
         blocks = candidates.blocks  # [R, C, B]
         row = torch.arange(len(blocks), device=blocks.device)
-        depth = torch.arange(blocks.shape[1], device=blocks.device)
-        steps = state.steps[:, None] + depth
+        steps = state.steps[:, None] + candidates.depth
         if candidates.opens is not None:
             steps = steps.masked_fill(candidates.opens, 0)
         choice = self.sampler.read(logits, candidates.positions(state), steps, context)
@@ -100,20 +100,18 @@ class Verifier:
         reveal = self.rule(choice.confidence, choice.entropy, masked)
         following = torch.where(reveal, choice.token, blocks)  # the backbone's step on every candidate, [R, C, B]
 
-        confirmed = self._confirmed(candidates, choice, following)  # [R, C]
-        last = confirmed.sum(1) - 1
-        if len(depth) > 1:
-            unused = state.accepted.shape[1] - len(depth)
-            state.accepted += torch.nn.functional.pad(confirmed & (depth > 0), (0, unused))
+        walk = self._walk(candidates, choice, following)
+        last, visited = walk.last, walk.visited & state.running[:, None]
+        state.accepted.scatter_add_(1, candidates.depth, (visited & (candidates.depth > 0)).long())
         # a candidate that is not confirmed is a state that decoding does not visit
-        visited = (depth <= last[:, None]) & state.running[:, None]
         state.note_faults(masked & visited[..., None], choice.confidence, choice.score)
         if choice.scores is not None:
-            self._write_scores(state, candidates, following, choice.scores, last)
+            self._write_scores(state, candidates, following, choice.scores, walk)
         # a token that is masked in the first j confirmed candidates is revealed by the j-th of the steps on them
-        masked_in = (masked & (depth <= last[:, None])[..., None]).sum(1)
+        masked_in = (masked & walk.visited[..., None]).sum(1)
         return BackboneStep(
             last=last,
+            depth=candidates.depth[row, last],
             before=blocks[row, last],
             after=following[row, last],
             revealed=reveal[row, last],
@@ -125,36 +123,56 @@ class Verifier:
     def _opened(self, state, candidates: Candidates, choice: TokenChoice, following, last) -> Opened:
         """Find the rows whose last confirmed candidate is followed by an opening state."""
         row = torch.arange(len(last), device=last.device)
-        at = (last + 1).clamp(max=candidates.live.shape[1] - 1)
+        at = candidates.opens.long().argmax(1)
         return Opened(
-            rows=candidates.opens[row, at] & (at > last) & state.running,
+            rows=candidates.opens[row, at] & (candidates.stream[row, last] == CLEAN) & state.running,
             after=following[row, at],
             at=at,
             choice=TokenChoice(*(field if field is None else field[row, at] for field in choice)),
         )
 
-    def _confirmed(self, candidates: Candidates, choice: TokenChoice, following: torch.Tensor) -> torch.Tensor:
-        """Return which candidates are confirmed, [R, C]: the first, and a prefix of the others."""
-        first = torch.ones_like(candidates.live[:, :1])
-        if candidates.live.shape[1] == 1:
-            return first
-        drafted = candidates.blocks[:, 1:]
-        agrees = (following[:, :-1] == drafted).all(-1)
+    def _walk(self, candidates: Candidates, choice: TokenChoice, following: torch.Tensor) -> "Walk":
+        """Follow the backbone's steps from the current block as long as they lead to candidates."""
+        blocks, depth = candidates.blocks, candidates.depth
+        last = torch.zeros_like(depth[:, :1])
+        visited = torch.zeros_like(candidates.live).scatter(1, last, True)
+        if depth.shape[1] == 1:
+            return Walk(last[:, 0], visited, last)
+        leads = (following[:, :, None] == blocks[:, None]).all(-1)  # from each candidate to each, [R, C, C]
         if self.floor is not None:
             # token acceptance: every new token is the backbone's confident choice, whichever the rule takes first
-            new = drafted != candidates.blocks[:, :-1]
-            sure = choice.confidence[:, :-1] >= self.floor
-            agrees = agrees | (((choice.token[:, :-1] == drafted) & sure) | ~new).all(-1)
-        drafts = candidates.live if candidates.opens is None else candidates.live & ~candidates.opens
-        return torch.cat([first, agrees & drafts[:, 1:]], dim=1).cumprod(1).bool()
+            new = blocks[:, None] != blocks[:, :, None]
+            sure = (choice.token[:, :, None] == blocks[:, None]) & (choice.confidence >= self.floor)[:, :, None]
+            leads = leads | (sure | ~new).all(-1)
+        # opening states have depth 0 and so follow no step
+        leads = leads & (depth[:, :, None] + 1 == depth[:, None]) & candidates.live[:, None]
+        # the candidate that the step on each leads to, and the candidate itself if there is none
+        itself = torch.arange(depth.shape[1], device=depth.device)
+        successor = torch.where(leads.any(-1), leads.long().argmax(-1), itself)
+        for _ in range(min(depth.shape[1], self.depths) - 1):
+            last = successor.gather(1, last)
+            visited = visited.scatter(1, last, True)
+        return Walk(last[:, 0], visited, successor)
 
-    def _write_scores(self, state: BlockState, candidates: Candidates, following, scores, last):
+    def _write_scores(self, state: BlockState, candidates: Candidates, following, scores, walk: "Walk"):
         """Write the scores of every token revealed from the first candidate on, the step on the last included."""
-        row = torch.arange(len(last), device=last.device)
-        for depth in range(candidates.live.shape[1]):
-            beyond = (depth < last) & state.running
-            ends = (depth == last) & state.running
-            after = candidates.blocks[:, min(depth + 1, candidates.live.shape[1] - 1)]
-            after = torch.where(ends[:, None], following[row, last], after)
-            changed = (after != candidates.blocks[:, depth]) & (beyond | ends)[:, None]
-            state.write_scores(scores[:, depth], changed)
+        number = torch.arange(candidates.live.shape[1], device=scores.device)
+        reached = candidates.blocks.gather(1, walk.successor[..., None].expand_as(candidates.blocks))
+        after = torch.where((number == walk.last[:, None])[..., None], following, reached)
+        changed = (after != candidates.blocks) & (walk.visited & state.running[:, None])[..., None]
+        for index in range(candidates.live.shape[1]):
+            state.write_scores(scores[:, index], changed[:, index])
+
+
+class Walk(NamedTuple):
+    """The confirmed candidates of every row.
+
+    Attributes:
+        last: index of the last one, [R].
+        visited: which candidates are confirmed, boolean [R, C].
+        successor: the candidate that the backbone's step on each leads to, or itself if there is none, [R, C].
+    """
+
+    last: torch.Tensor
+    visited: torch.Tensor
+    successor: torch.Tensor

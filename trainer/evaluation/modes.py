@@ -7,7 +7,8 @@ from modeling_mrp.options import nearest
 
 REFERENCE = "static"
 REMASK_CRITERIA = ("leave_one_out", "confidence", "residual")
-KINDS = ("static", "control", "dynamic", "wide-narrow", "spec", "spec-self", "spec-token", "direct")
+KINDS = ("static", "control", "dynamic", "wide-narrow", "spec", "spec-self", "spec-token")
+KINDS += ("graph", "graph-self", "graph-token", "direct")
 KINDS += tuple(f"remask-{criterion}" for criterion in REMASK_CRITERIA)
 DEFAULT_KINDS = ("static", "spec", "direct", "remask-leave_one_out")
 BASELINES = ("control", "dynamic", "wide-narrow", "spec-self")  # what the head has to beat
@@ -28,7 +29,8 @@ SPEC = {
     ("token",): {"mrp_draft": "head", "mrp_acceptance": "token"},
 }
 FORMS = (
-    "static, static-N, dynamic-T, wide-narrow-T, spec-K, spec-K-self, spec-K-token, direct-K, remask-C and remask-C-T"
+    "static, static-N, dynamic-T, wide-narrow-T, spec-K, spec-K-self, spec-K-token, graph-K, graph-K-self, "
+    "graph-K-token, direct-K, remask-C and remask-C-T"
 )
 
 
@@ -39,7 +41,8 @@ def mode_options(name: str, block_size: int) -> dict:
         name: `static`, one token per step by the backbone; `static-N`, N tokens per step; `dynamic-T`, SDAR's
             threshold decoding; `wide-narrow-T`, the same, but tokens that later forwards doubt are masked again;
             `spec-K` and `direct-K`, with the look-ahead K; `spec-K-self`, drafted without a head; `spec-K-token`, with
-            token acceptance; `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above the threshold T
+            token acceptance; `graph-K`, `graph-K-self` and `graph-K-token`, the same with drafts that form a graph
+            of at most K states instead of a chain; `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above the threshold T
             (default: 0.5).
         block_size: block size of the model.
 
@@ -62,6 +65,8 @@ def mode_options(name: str, block_size: int) -> dict:
                 return {"mrp_mode": "direct", "mrp_steps": _count(k)}
             case ["spec", k, *how] if tuple(how) in SPEC:
                 return {"mrp_mode": "spec", "mrp_steps": _count(k)} | SPEC[tuple(how)]
+            case ["graph", k, *how] if tuple(how) in SPEC:
+                return {"mrp_mode": "spec", "mrp_candidates": _count(k)} | SPEC[tuple(how)]
     except ValueError:
         pass  # not a number, or out of range
     raise ValueError(
@@ -96,7 +101,7 @@ def grid(kinds: Sequence[str], thresholds: Sequence[float], steps: Sequence[int]
         kinds: elements of `KINDS`: names as in `mode_options`, without their numbers. `control` is `static` with 2
             and with 4 tokens per step.
         thresholds: values of T for `dynamic`, `wide-narrow` and `remask-*`.
-        steps: values of K for `spec*` and `direct`.
+        steps: values of K for `spec*`, `graph*` and `direct`.
         block_size: block size of the model.
 
     Raises:
@@ -110,8 +115,9 @@ def grid(kinds: Sequence[str], thresholds: Sequence[float], steps: Sequence[int]
             names += [f"static-{n}" for n in (2, 4) if block_size % n == 0]
         elif kind == "direct":
             names += [f"direct-{k}" for k in steps]
-        elif kind.startswith("spec"):
-            names += [f"spec-{k}{kind.removeprefix('spec')}" for k in steps]
+        elif kind.startswith(("spec", "graph")):
+            drafts, *how = kind.split("-")
+            names += ["-".join([drafts, str(k), *how]) for k in steps]
         elif kind != REFERENCE:
             names += [f"{kind}-{tau:g}" for tau in thresholds]
     return {name: mode_options(name, block_size) for name in names}
