@@ -41,7 +41,7 @@ def random_blocks(model, shape, seed):
 def run_backbone(decoder, blocks, live):
     """Hidden states of candidates [R, C, B] of which all may be live in rows that have pending clean blocks."""
     count = blocks.shape[1]
-    candidates = Candidates(blocks, live, torch.arange(1, count + 1), most_beside_clean=count)
+    candidates = Candidates(blocks, live, torch.arange(1, count + 1), torch.zeros_like(live), most_beside_clean=count)
     hidden = decoder.forwards.backbone(decoder.state, candidates)
     decoder.state.synchronise()  # as the engine does at the end of every round
     return hidden

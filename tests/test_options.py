@@ -104,6 +104,7 @@ REFUSED = [
     ("remasking_strategy", "static", "one of 'low_confidence_static'"),
     ("remask_criterion", "leave-one-out", "Did you mean 'leave_one_out'?"),
     ("mrp_steps", 0, "an integer of at least 1, got 0"),
+    ("mrp_candidates", 0, "an integer of at least 1, got 0"),
     ("mrp_steps", -3, "an integer of at least 1, got -3"),
     ("mrp_steps", 2.0, "an integer of at least 1, got 2.0"),
     ("mrp_steps", "3", "an integer of at least 1, got '3'"),

@@ -42,8 +42,8 @@ def mode_options(name: str, block_size: int) -> dict:
             threshold decoding; `wide-narrow-T`, the same, but tokens that later forwards doubt are masked again;
             `spec-K` and `direct-K`, with the look-ahead K; `spec-K-self`, drafted without a head; `spec-K-token`, with
             token acceptance; `graph-K`, `graph-K-self` and `graph-K-token`, the same with drafts that form a graph
-            of at most K states instead of a chain; `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above the threshold T
-            (default: 0.5).
+            of at most K states instead of a chain; `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above
+            the threshold T (default: 0.5).
         block_size: block size of the model.
 
     Raises:
