@@ -33,6 +33,11 @@ class BlockCache(Cache):
         self.capacity = capacity
         self.block_size = block_size
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # committed tokens per row, [R]
+        self._first_slots = torch.arange(rows, device=device) * capacity  # counted over all rows' slots, [R]
+        # the fields of a TokenLayout for committed tokens, [fields, capacity]
+        slot = torch.arange(capacity, device=device)
+        clean = torch.full_like(slot, CLEAN)
+        self._committed = torch.stack(TokenLayout(torch.zeros_like(slot), slot // block_size, clean, clean, slot))
         self.longest = 0  # the greatest of them or a bound on it, known without asking the device
         self.slots = None  # slots that the tokens of the current forward are written to, see `assign_slots`, [R * Q]
         self._span = 0  # slots that the current forward may see
@@ -55,21 +60,15 @@ class BlockCache(Cache):
         self._span = self.longest + width
         if self._span > self.capacity:
             raise ValueError(f"BlockCache holds {self.capacity} slots per row, but {self._span} are needed")
-        device = self.lengths.device
-        first = torch.arange(len(self.lengths), device=device) * self.capacity + self.lengths
-        self.slots = (first[:, None] + torch.arange(width, device=device)).flatten()
-        slot = torch.arange(self._span, device=device).expand(len(self.lengths), -1)  # [R, S]
-        scratch = slot - self.lengths[:, None]  # index into the queries; negative in committed slots
-        committed = scratch < 0
-        written = scratch.clamp(0, width - 1)
-        keys = queries.map(lambda field: field.gather(1, written))
-        return TokenLayout(
-            segment=torch.where(committed, 0, torch.where(scratch < width, keys.segment, UNWRITTEN)),
-            block=torch.where(committed, slot // self.block_size, keys.block),
-            stream=torch.where(committed, CLEAN, keys.stream),
-            context=torch.where(committed, CLEAN, keys.context),
-            position=None if keys.position is None else torch.where(committed, slot, keys.position),
-        )
+        slot = torch.arange(self._span, device=self.lengths.device)
+        scratch = slot - self.lengths[:, None]  # index into the queries; negative in committed slots, [R, S]
+        self.slots = ((self._first_slots + self.lengths)[:, None] + slot[:width]).flatten()
+        # all fields in one piece, [fields, R, S]: these operations are small, and their number counts
+        written = torch.stack([field for field in queries if field is not None])
+        written = written.gather(2, scratch.clamp(0, width - 1).expand(len(written), -1, -1))
+        committed = self._committed[: len(written), None, : self._span]
+        keys = TokenLayout(*torch.where(scratch < 0, committed, written).unbind())
+        return keys._replace(segment=keys.segment.masked_fill(scratch >= width, UNWRITTEN))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -121,9 +120,8 @@ class BlockCache(Cache):
         Args:
             offsets: where the block starts among the tokens of that forward, [R].
         """
-        rows = torch.arange(len(self.lengths), device=offsets.device)
         within = torch.arange(self.block_size, device=offsets.device)
-        target = ((rows * self.capacity + self.lengths)[:, None] + within).flatten()  # [R * B]
+        target = ((self._first_slots + self.lengths)[:, None] + within).flatten()  # [R * B]
         source = target + offsets.repeat_interleave(self.block_size)
         for buffers in self._buffers.values():
             for buffer in buffers:
@@ -133,6 +131,7 @@ class BlockCache(Cache):
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop all rows but those with the given indices [n]."""
         self.lengths = self.lengths[rows]
+        self._first_slots = self._first_slots[: len(rows)]
         for layer, buffers in self._buffers.items():  # layer by layer, so that only one layer exists twice
             self._buffers[layer] = tuple(buffer[rows] for buffer in buffers)
 

@@ -40,11 +40,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3DecoderLayer,
-    Qwen3Model,
-    Qwen3PreTrainedModel,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model, Qwen3PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .block_cache import BlockCache  # noqa: F401  (all siblings: some versions copy the files imported here only)
@@ -280,7 +276,7 @@ class MRPForDiffusionLM(CheckpointMixin, Qwen3PreTrainedModel, MRPGenerationMixi
             positions: their positions, of the same shape.
             mask: result of `attention_mask` for all R * Q tokens.
             cache: cache that the layers write to and read from, or None.
-            packing: which of the R * Q tokens are given, if they are packed; it brings its own cache.
+            packing: tells that the tokens are packed, and brings the cache; or None.
 
         Returns:
             Hidden states after the last norm (h_A), [R, Q, H], or packed [1, N, H].
@@ -310,10 +306,7 @@ class MRPForDiffusionLM(CheckpointMixin, Qwen3PreTrainedModel, MRPGenerationMixi
         Args:
             ids: token ids of the state after the reveal, [R, Q], or packed [1, N].
             hidden: hidden states before the reveal (h_A, or acc_{k-1} in a chain), [R, Q, H], or packed [1, N, H].
-            positions: positions of the tokens, as the ids.
-            mask: result of `attention_mask` for all R * Q tokens.
-            cache: cache that the layers write to and read from, or None.
-            packing: which of the R * Q tokens are given, if they are packed; it brings its own cache.
+            positions, mask, cache, packing: as in `backbone_hidden_states`.
 
         Returns:
             Corrected hidden states (acc_k), of the shape of `hidden`.

@@ -56,7 +56,7 @@ class ResidualHead(nn.Module):
             mask: attention mask, in the form that the attention implementation expects.
             position_embeddings: cosines and sines of the L positions.
             cache: cache that the layers write to and read from, or None.
-            packing: which tokens are given, if they are packed (R = 1); it brings its own cache.
+            packing: tells that the tokens are packed, and brings the cache; or None.
 
         Returns:
             The predicted change of the hidden states (h_C), [R, L, H], in the head's own dtype.

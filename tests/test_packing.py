@@ -10,7 +10,6 @@ from modeling_mrp import MRPForDiffusionLM, cached_forwards
 from modeling_mrp.block_cache import BlockCache
 from modeling_mrp.cached_forwards import CachedForwards
 from modeling_mrp.masks import PADDING, TokenLayout
-from modeling_mrp.options import DecodingOptions
 from modeling_mrp.packing import Packing
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # the same sums in another order, in float32

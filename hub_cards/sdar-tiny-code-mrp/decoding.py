@@ -24,7 +24,7 @@ The other modes read the current block alone. `direct` and `remask` let the head
 
 Host synchronisations. The host waits for the device where a shape, or whether a forward runs, depends on the tokens:
 
-    every round      `BlockState.synchronise`: one transfer of six numbers; one of them tells whether any scores that
+    every round      `BlockState.synchronise`: one transfer of eight numbers; one of them tells whether any scores that
                      were read allow no choice (`BlockState.note_faults`), which ends the call with an error
                      `on_progress` of `generate`: whether another column of new tokens can be emitted, once and again
                      after each column, because the stopping criteria may have ended rows
@@ -234,9 +234,11 @@ class Decoder:
             hidden: the backbone's hidden states on all candidates, [R, C, B, H].
         """
         opened, row = step.opened, torch.arange(len(hidden), device=hidden.device)
-        if not opened.rows.any():  # waits for the device: no head forward may run that no row needs
+        total = int(opened.rows.sum())  # waits for the device: no head forward may run that no row needs
+        if not total:
             return
-        self.forwards.commit_candidates(self.state, opened.rows, step.last, step.before, hidden[row, step.last])
+        confirmed = step.last, step.before, hidden[row, step.last]
+        self.forwards.commit_candidates(self.state, opened.rows, *confirmed, total)
         self.state.advance()
         read = opened.rows[:, None].expand_as(opened.after)  # every position of the opening state is masked
         self.state.note_faults(read, opened.choice.confidence, opened.choice.score)
@@ -250,11 +252,13 @@ class Decoder:
         for _ in range(self.options.mrp_steps):
             block = state.block
             stepping = state.running & ~state.settled(block)
-            if not stepping.any():  # waits for the device, see above
+            total = int(stepping.sum())  # waits for the device, see above
+            if not total:
                 return
             # rows that have settled keep their slots in the same placement: their results are not written
             placement = self.forwards.place_states(state, stepping[:, None]) if placement is None else placement
-            hidden = self.forwards.head(state, block[:, None], hidden[:, None], stepping[:, None], placement)[:, 0]
+            states = block[:, None], hidden[:, None], stepping[:, None]
+            hidden = self.forwards.head(state, *states, placement, total)[:, 0]
             choice = self.sampler.read(self.model.logits(hidden), state.positions, state.steps, context)
             masked = block == state.mask_token_id
             state.note_faults(masked & stepping[:, None], choice.confidence, choice.score, by_head=True)

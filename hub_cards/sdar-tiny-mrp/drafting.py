@@ -12,7 +12,8 @@ from .sampling import Sampler
 def current_states(state: BlockState) -> Candidates:
     """Return one candidate per running row: its current block as it is."""
     live = state.running[:, None]
-    return Candidates(state.block[:, None], live, torch.ones_like(live, dtype=torch.long))
+    stream = torch.ones_like(live, dtype=torch.long)
+    return Candidates(state.block[:, None], live, stream, total_live=state.running_rows)
 
 
 def with_shadow(state: BlockState, candidates: Candidates) -> Candidates:
@@ -78,18 +79,19 @@ class ChainDrafter:
         never = torch.zeros_like(state.running)
         blocks, live, complete, opens = [block], [state.running], [never], [never]  # per candidate: [R, B], then [R]
         drafting = state.running & ~state.opening  # rows whose chain goes on, [R]
-        any_drafting, any_complete = state.running_rows > state.opening_rows, False  # known to the host
+        drafting_rows, complete_rows = state.running_rows - state.opening_rows, 0  # numbers that the host knows
+        total_live = state.running_rows
         crossing, logits, placement = False, None, None
-        for depth in range(1, self.candidates if any_drafting else 1):
-            completed, any_completed = complete[-1], any_complete  # their next candidate is an opening state
+        for depth in range(1, self.candidates if drafting_rows else 1):
+            completed, completed_rows = complete[-1], complete_rows  # their next candidate is an opening state
             complete.append(never)
-            any_complete = False
-            if any_drafting:
+            complete_rows = 0
+            if drafting_rows:
                 if self.uses_head and (depth - 1) % self.steps_per_head_step == 0:
                     # one placement for the whole chain: rows that stop drafting keep their slots, unread
                     placement = placement or self.forwards.place_states(state, drafting[:, None])
                     states = block[:, None], hidden[:, None], drafting[:, None]
-                    hidden = self.forwards.head(state, *states, placement)[:, 0]
+                    hidden = self.forwards.head(state, *states, placement, drafting_rows)[:, 0]
                     logits = None
                 if logits is None:
                     logits = self.forwards.model.logits(hidden)  # [R, B, V]
@@ -100,15 +102,16 @@ class ChainDrafter:
                 drafting = drafted & ~settled  # a settled state needs no logits
                 state.proposed[:, depth] += drafting | complete[-1]
                 # waits for the device: a head step or a candidate that no row uses would cost more than the wait
-                answer = int(drafting.any().long() + 2 * complete[-1].any())  # two answers in one number: one wait
-                any_drafting, any_complete = bool(answer & 1), bool(answer & 2)
-            if not (any_drafting or any_complete or any_completed):
+                base = len(block) + 1  # two numbers of rows in one: one wait
+                complete_rows, drafting_rows = divmod(int(drafting.sum() + base * complete[-1].sum()), base)
+            if not (drafting_rows or complete_rows or completed_rows):
                 break
+            total_live += drafting_rows + complete_rows + completed_rows
             blocks.append(torch.where(completed[:, None], state.mask_token_id, block))
             live.append(drafting | complete[-1] | completed)
             opens.append(completed)
-            crossing = crossing or any_completed
-        return self._candidates(blocks, live, complete, opens, crossing)
+            crossing = crossing or completed_rows > 0
+        return self._candidates(blocks, live, complete, opens, crossing, total_live)
 
     def _next_draft(self, state, block, drafting, logits, depth, context):
         """Take a step on estimated logits [R, B, V]; return the states [R, B] and the rows that dare the step [R]."""
@@ -121,11 +124,12 @@ class ChainDrafter:
             drafting = drafting & (lowest >= self.threshold)
         return torch.where(reveal, choice.token, block), drafting
 
-    def _candidates(self, blocks, live, complete, opens, crossing: bool) -> Candidates:
+    def _candidates(self, blocks, live, complete, opens, crossing: bool, total_live: int) -> Candidates:
         """Stack the candidates of all depths."""
         live, opens = torch.stack(live, dim=1), torch.stack(opens, dim=1)  # [R, C]
         complete = torch.stack(complete[: live.shape[1]], dim=1)
         number = torch.arange(1, live.shape[1] + 1, device=live.device)
         # a complete draft is a clean block to the opening state after it, and hidden from the drafts of its own block
         stream = torch.where(complete, CLEAN, number)
-        return Candidates(torch.stack(blocks, dim=1), live, stream, opens=opens if crossing else None)
+        opens = opens if crossing else None
+        return Candidates(torch.stack(blocks, dim=1), live, stream, total_live=total_live, opens=opens)
