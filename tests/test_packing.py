@@ -62,7 +62,7 @@ def test_packed_tokens_get_the_hidden_states_keys_and_values_of_unpacked_ones(ti
     torch.testing.assert_close(ours[0], hidden[real], **CLOSE)
     torch.testing.assert_close(step[0], corrected[real], **CLOSE)
     assert packing.unpack(ours)[~real].eq(0).all()
-    slots = cache.slots[real.flatten()]
+    slots = cache.slots.index[real.flatten()]
     assert len(cache._buffers) == 4  # two layers each
     for layer, buffers in cache._buffers.items():
         for plain, other in zip(buffers, packed_cache._buffers[layer], strict=True):

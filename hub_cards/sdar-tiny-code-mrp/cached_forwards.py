@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import torch
 
-from .block_cache import BlockCache
+from .block_cache import BlockCache, Slots
 from .block_state import BlockState
 from .masks import CLEAN, PADDING, AttentionMask, TokenLayout
 from .options import DecodingOptions
@@ -75,15 +75,17 @@ class Candidates(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """What a forward needs to know of its tokens beside their ids; their slots in the cache have been assigned.
+    """What a forward needs to know of its tokens beside their ids.
 
     Attributes:
         positions: positions of the tokens, [R, Q].
         mask: attention mask, in the form that the attention implementation expects.
+        slots: cache slots that they are written to.
     """
 
     positions: torch.Tensor
     mask: AttentionMask
+    slots: Slots
 
 
 class CachedForwards:
@@ -100,6 +102,7 @@ class CachedForwards:
         self.cache = cache
         self.head_reads_clean_blocks = options.uses_head
         self.has_shadows = options.revokes
+        self._placed: dict[tuple[int, int], Placement] = {}  # results of `_place_states`
 
     def backbone(self, state: BlockState, candidates: Candidates) -> torch.Tensor:
         """Run the backbone on pending clean blocks and candidates, and commit the clean blocks.
@@ -115,7 +118,9 @@ class CachedForwards:
         real = live[..., None].expand_as(blocks)
         if not state.max_pending:
             state.forwards[:, BACKBONE] += state.running
-            return self._backbone(blocks, positions, stream, real, candidates.total_live)
+            one = live.shape[1] == 1  # a state by itself: most forwards without drafts
+            placement = self._place_states(state, 1) if one else self._place(positions, stream, real)
+            return self._run(self.model.backbone_hidden_states, placement, real, candidates.total_live, blocks)
 
         # group g of a row is clean block g if g < pending, and candidate g - pending after that. A row without pending
         # blocks needs C groups, and one with pending blocks has at most most_beside_clean live candidates after them
@@ -142,18 +147,14 @@ class CachedForwards:
             )
         )
         total = None if candidates.total_live is None else candidates.total_live + state.pending_blocks
-        hidden = self._backbone(ids, positions, stream, real, total)  # [R, G, B, H]
+        placement = self._place(positions, stream, real)
+        hidden = self._run(self.model.backbone_hidden_states, placement, real, total, ids)  # [R, G, B, H]
 
         state.forwards[:, BACKBONE] += state.running
         state.forwards[:, PREFILL] += state.running & (state.forwards[:, BACKBONE] == 1) & (state.pending > 0)
         self._commit(state, clean_ids, clean_positions, clean_real, hidden[:, : state.max_pending])
         at = (pending + torch.arange(count, device=pending.device)).clamp(max=groups - 1)
         return hidden.gather(1, at[..., None, None].expand(-1, -1, *hidden.shape[2:]))
-
-    def _backbone(self, ids, positions, stream, real, total_real) -> torch.Tensor:
-        """Run the backbone on groups of tokens; all arguments are [R, G, B], the result is [R, G, B, H]."""
-        placement = self._place(positions, stream, real)
-        return self._run(self.model.backbone_hidden_states, placement, real, total_real, ids)
 
     def _commit(self, state, ids, positions, real, hidden):
         """Commit the clean blocks [R, max_pending, B], after the head has written its own keys and values for them.
@@ -165,6 +166,7 @@ class CachedForwards:
             forward = self.model.corrected_hidden_states
             self._run(forward, placement, real, state.pending_blocks, ids, hidden)
             state.forwards[:, HEAD] += real.any(-1).any(-1)
+        self._placed.clear()
         committed = state.pending * state.running
         self.cache.commit(committed * self.cache.block_size, state.next_longest)
         state.pending = state.pending - committed
@@ -195,6 +197,7 @@ class CachedForwards:
             placement = self._place(state.positions[:, None], torch.full_like(blocks, CLEAN), real)
             self._run(self.model.corrected_hidden_states, placement, real, total_rows, blocks, hidden)
             state.forwards[:, HEAD] += rows
+        self._placed.clear()
         self.cache.commit(rows * self.cache.block_size, self.cache.longest + self.cache.block_size)
 
     def head(
@@ -203,7 +206,6 @@ class CachedForwards:
         blocks: torch.Tensor,
         hidden: torch.Tensor,
         live: torch.Tensor,
-        placement: Placement | None = None,
         total_live: int | None = None,
     ) -> torch.Tensor:
         """Run one head step on states of the current block that do not see one another.
@@ -213,13 +215,12 @@ class CachedForwards:
             blocks: tokens of the states, after the reveal, [R, G, B].
             hidden: hidden states before the reveal, [R, G, B, H].
             live: which states are real, [R, G].
-            placement: `place_states` of as many states, for the second and later of several head steps in a row.
             total_live: how many states of all rows are real; None where the host does not know.
 
         Returns:
             Corrected hidden states, [R, G, B, H]. They mean nothing for states that are not real.
         """
-        placement = self.place_states(state, live) if placement is None else placement
+        placement = self._place_states(state, live.shape[1])
         real = live[..., None].expand_as(blocks)
         state.forwards[:, HEAD] += live.any(1)
         return self._run(self.model.corrected_hidden_states, placement, real, total_live, blocks, hidden)
@@ -238,20 +239,29 @@ class CachedForwards:
             Hidden states, [R, G, B, H].
         """
         inputs = [tensor.flatten(1, 2) for tensor in inputs]
+        self.cache.slots = placement.slots
         groups = real.shape[0] * real.shape[1]
         if total_real is None or total_real > (1 - WORTH_PACKING) * groups:
-            hidden = forward(*inputs, *placement, self.cache)
+            hidden = forward(*inputs, placement.positions, placement.mask, self.cache)
         else:
             packing = Packing.of(real.flatten(1), total_real * real.shape[2], self.cache)
             inputs = [packing.pack(tensor) for tensor in (*inputs, placement.positions)]
             hidden = packing.unpack(forward(*inputs, placement.mask, packing=packing))
         return hidden.unflatten(1, real.shape[1:])
 
-    def place_states(self, state: BlockState, live: torch.Tensor) -> Placement:
-        """Place states of the current block that do not see one another; `live` [R, G] marks those that are real."""
-        positions = state.positions[:, None].expand(-1, live.shape[1], -1)
-        stream = torch.arange(1, live.shape[1] + 1, device=live.device)[None, :, None].expand_as(positions)
-        return self._place(positions, stream, live[..., None].expand_as(positions))
+    def _place_states(self, state: BlockState, number: int) -> Placement:
+        """Place states of the current block that do not see one another.
+
+        The placement stays the same until clean blocks are committed. Rows that have moved on since then are opening
+        their block, which is done by the forward that commits; until then no state of theirs is read.
+        Padding needs no label: whether a state is real makes no difference to the other states.
+        """
+        key = len(state.positions), number
+        if key not in self._placed:
+            positions = state.positions[:, None].expand(-1, number, -1)
+            stream = torch.arange(1, number + 1, device=positions.device)[None, :, None].expand_as(positions)
+            self._placed[key] = self._place(positions, stream, torch.ones_like(stream, dtype=torch.bool))
+        return self._placed[key]
 
     def _place(self, positions, stream, real) -> Placement:
         """Assign cache slots to groups of tokens [R, G, B] and build their mask; the clean stream is their context."""
@@ -262,7 +272,8 @@ class CachedForwards:
             context=torch.full_like(stream, CLEAN),
             position=positions if self.has_shadows else None,
         ).map(lambda field: field.flatten(1))
-        return Placement(positions.flatten(1), self.model.attention_mask(layout, self.cache.assign_slots(layout)))
+        mask = self.model.attention_mask(layout, self.cache.assign_slots(layout))
+        return Placement(positions.flatten(1), mask, self.cache.slots)
 
 
 def _extend(tensor: torch.Tensor, groups: int) -> torch.Tensor:

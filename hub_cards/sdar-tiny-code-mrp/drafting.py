@@ -81,17 +81,15 @@ class ChainDrafter:
         drafting = state.running & ~state.opening  # rows whose chain goes on, [R]
         drafting_rows, complete_rows = state.running_rows - state.opening_rows, 0  # numbers that the host knows
         total_live = state.running_rows
-        crossing, logits, placement = False, None, None
+        crossing, logits = False, None
         for depth in range(1, self.candidates if drafting_rows else 1):
             completed, completed_rows = complete[-1], complete_rows  # their next candidate is an opening state
             complete.append(never)
             complete_rows = 0
             if drafting_rows:
                 if self.uses_head and (depth - 1) % self.steps_per_head_step == 0:
-                    # one placement for the whole chain: rows that stop drafting keep their slots, unread
-                    placement = placement or self.forwards.place_states(state, drafting[:, None])
                     states = block[:, None], hidden[:, None], drafting[:, None]
-                    hidden = self.forwards.head(state, *states, placement, drafting_rows)[:, 0]
+                    hidden = self.forwards.head(state, *states, drafting_rows)[:, 0]
                     logits = None
                 if logits is None:
                     logits = self.forwards.model.logits(hidden)  # [R, B, V]

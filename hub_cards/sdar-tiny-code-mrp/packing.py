@@ -55,7 +55,7 @@ class Packing(NamedTuple):
             cache: the cache, in which slots have been assigned to all R * Q tokens.
         """
         index = real.flatten().argsort(descending=True, stable=True)[:count]
-        return cls(index, cache.slots.index_select(0, index), len(real), cache)
+        return cls(index, cache.slots.index.index_select(0, index), len(real), cache)
 
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the real tokens [1, N, ...] of rows [R, Q, ...]."""
@@ -63,7 +63,7 @@ class Packing(NamedTuple):
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """Return packed tokens [1, N, ...] as rows [R, Q, ...] with zeros in the place of padding."""
-        rows = packed.new_zeros(len(self.cache.slots), *packed.shape[2:])
+        rows = packed.new_zeros(len(self.cache.slots.index), *packed.shape[2:])
         return rows.index_copy_(0, self.index, packed[0]).unflatten(0, (self.rows, -1))
 
 

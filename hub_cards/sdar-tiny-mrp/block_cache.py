@@ -1,11 +1,23 @@
 """Keys and values of a batch whose rows progress independently of one another."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
 
 from .masks import CLEAN, UNWRITTEN, TokenLayout
+
+
+class Slots(NamedTuple):
+    """Cache slots of a forward.
+
+    Attributes:
+        index: slot of each token, counted over all rows' slots, [R * Q].
+        span: how many slots of a row the forward may see, S.
+    """
+
+    index: torch.Tensor
+    span: int
 
 
 class BlockCache(Cache):
@@ -39,13 +51,12 @@ class BlockCache(Cache):
         clean = torch.full_like(slot, CLEAN)
         self._committed = torch.stack(TokenLayout(torch.zeros_like(slot), slot // block_size, clean, clean, slot))
         self.longest = 0  # the greatest of them or a bound on it, known without asking the device
-        self.slots = None  # slots that the tokens of the current forward are written to, see `assign_slots`, [R * Q]
-        self._span = 0  # slots that the current forward may see
+        self.slots: Slots | None = None  # of the next forward; may be set again to those of an earlier one
         # keys and values per layer, each [R, capacity, heads, d], so that a token's numbers are in one piece
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def assign_slots(self, queries: TokenLayout) -> TokenLayout:
-        """Assign scratch slots to the tokens of the next forward: `slots`, counted over all rows' slots.
+        """Assign scratch slots to the tokens of the next forward (`slots`).
 
         Args:
             queries: layout of these tokens, [R, Q].
@@ -57,16 +68,16 @@ class BlockCache(Cache):
             ValueError: when the tokens do not fit into the capacity.
         """
         width = queries.segment.shape[1]
-        self._span = self.longest + width
-        if self._span > self.capacity:
-            raise ValueError(f"BlockCache holds {self.capacity} slots per row, but {self._span} are needed")
-        slot = torch.arange(self._span, device=self.lengths.device)
+        span = self.longest + width
+        if span > self.capacity:
+            raise ValueError(f"BlockCache holds {self.capacity} slots per row, but {span} are needed")
+        slot = torch.arange(span, device=self.lengths.device)
         scratch = slot - self.lengths[:, None]  # index into the queries; negative in committed slots, [R, S]
-        self.slots = ((self._first_slots + self.lengths)[:, None] + slot[:width]).flatten()
+        self.slots = Slots(((self._first_slots + self.lengths)[:, None] + slot[:width]).flatten(), span)
         # all fields in one piece, [fields, R, S]: these operations are small, and their number counts
         written = torch.stack([field for field in queries if field is not None])
         written = written.gather(2, scratch.clamp(0, width - 1).expand(len(written), -1, -1))
-        committed = self._committed[: len(written), None, : self._span]
+        committed = self._committed[: len(written), None, :span]
         keys = TokenLayout(*torch.where(scratch < 0, committed, written).unbind())
         return keys._replace(segment=keys.segment.masked_fill(scratch >= width, UNWRITTEN))
 
@@ -78,7 +89,7 @@ class BlockCache(Cache):
         Returns:
             The layer's keys and values in all slots that this forward may see, [R, heads, S, d] each.
         """
-        return self.write(key_states, value_states, layer_idx, self.slots)
+        return self.write(key_states, value_states, layer_idx, self.slots.index)
 
     def write(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, slots: torch.Tensor
@@ -102,7 +113,7 @@ class BlockCache(Cache):
         buffers = self._buffers[layer_idx]
         for buffer, states in zip(buffers, (key_states, value_states), strict=True):
             buffer.flatten(0, 1).index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
-        return tuple(buffer[:, : self._span].transpose(1, 2) for buffer in buffers)
+        return tuple(buffer[:, : self.slots.span].transpose(1, 2) for buffer in buffers)
 
     def commit(self, counts: torch.Tensor, longest: int) -> None:
         """Keep the first tokens of the last forward.

@@ -248,17 +248,15 @@ class Decoder:
 
     def step_from_corrected_logits(self, context: torch.Tensor | None) -> None:
         """Take up to K steps by the same rule on logits that the head has corrected."""
-        state, hidden, placement = self.state, self.state.hidden, None
+        state, hidden = self.state, self.state.hidden
         for _ in range(self.options.mrp_steps):
             block = state.block
             stepping = state.running & ~state.settled(block)
             total = int(stepping.sum())  # waits for the device, see above
             if not total:
                 return
-            # rows that have settled keep their slots in the same placement: their results are not written
-            placement = self.forwards.place_states(state, stepping[:, None]) if placement is None else placement
             states = block[:, None], hidden[:, None], stepping[:, None]
-            hidden = self.forwards.head(state, *states, placement, total)[:, 0]
+            hidden = self.forwards.head(state, *states, total)[:, 0]
             choice = self.sampler.read(self.model.logits(hidden), state.positions, state.steps, context)
             masked = block == state.mask_token_id
             state.note_faults(masked & stepping[:, None], choice.confidence, choice.score, by_head=True)
