@@ -1,6 +1,6 @@
 """Keys and values of a batch whose rows progress independently of one another."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
@@ -8,8 +8,20 @@ from transformers.cache_utils import Cache
 from .masks import CLEAN, UNWRITTEN, TokenLayout
 
 
+class Slots(NamedTuple):
+    """Cache slots of a forward.
+
+    Attributes:
+        index: slot of each token, counted over all rows' slots, [R * Q].
+        span: how many slots of a row the forward may see, S.
+    """
+
+    index: torch.Tensor
+    span: int
+
+
 class BlockCache(Cache):
-    """Preallocated keys and values [R, heads, capacity, d] per layer, for the backbone and for the head.
+    """Preallocated keys and values of `capacity` slots per row and layer, for the backbone and for the head.
 
     The slots of a row, after a forward of Q tokens:
 
@@ -33,13 +45,18 @@ class BlockCache(Cache):
         self.capacity = capacity
         self.block_size = block_size
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # committed tokens per row, [R]
+        self._first_slots = torch.arange(rows, device=device) * capacity  # counted over all rows' slots, [R]
+        # the fields of a TokenLayout for committed tokens, [fields, capacity]
+        slot = torch.arange(capacity, device=device)
+        clean = torch.full_like(slot, CLEAN)
+        self._committed = torch.stack(TokenLayout(torch.zeros_like(slot), slot // block_size, clean, clean, slot))
         self.longest = 0  # the greatest of them or a bound on it, known without asking the device
-        self._slots = None  # slots that the current forward writes to, [R, Q]
-        self._span = 0  # slots that the current forward may see
+        self.slots: Slots | None = None  # of the next forward; may be set again to those of an earlier one
+        # keys and values per layer, each [R, capacity, heads, d], so that a token's numbers are in one piece
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def assign_slots(self, queries: TokenLayout) -> TokenLayout:
-        """Assign scratch slots to the tokens of the next forward.
+        """Assign scratch slots to the tokens of the next forward (`slots`).
 
         Args:
             queries: layout of these tokens, [R, Q].
@@ -51,23 +68,18 @@ class BlockCache(Cache):
             ValueError: when the tokens do not fit into the capacity.
         """
         width = queries.segment.shape[1]
-        self._span = self.longest + width
-        if self._span > self.capacity:
-            raise ValueError(f"BlockCache holds {self.capacity} slots per row, but {self._span} are needed")
-        device = self.lengths.device
-        self._slots = self.lengths[:, None] + torch.arange(width, device=device)
-        slot = torch.arange(self._span, device=device).expand(len(self.lengths), -1)  # [R, S]
-        scratch = slot - self.lengths[:, None]  # index into the queries; negative in committed slots
-        committed = scratch < 0
-        written = scratch.clamp(0, width - 1)
-        keys = queries.map(lambda field: field.gather(1, written))
-        return TokenLayout(
-            segment=torch.where(committed, 0, torch.where(scratch < width, keys.segment, UNWRITTEN)),
-            block=torch.where(committed, slot // self.block_size, keys.block),
-            stream=torch.where(committed, CLEAN, keys.stream),
-            context=torch.where(committed, CLEAN, keys.context),
-            position=None if keys.position is None else torch.where(committed, slot, keys.position),
-        )
+        span = self.longest + width
+        if span > self.capacity:
+            raise ValueError(f"BlockCache holds {self.capacity} slots per row, but {span} are needed")
+        slot = torch.arange(span, device=self.lengths.device)
+        scratch = slot - self.lengths[:, None]  # index into the queries; negative in committed slots, [R, S]
+        self.slots = Slots(((self._first_slots + self.lengths)[:, None] + slot[:width]).flatten(), span)
+        # all fields in one piece, [fields, R, S]: these operations are small, and their number counts
+        written = torch.stack([field for field in queries if field is not None])
+        written = written.gather(2, scratch.clamp(0, width - 1).expand(len(written), -1, -1))
+        committed = self._committed[: len(written), None, :span]
+        keys = TokenLayout(*torch.where(scratch < 0, committed, written).unbind())
+        return keys._replace(segment=keys.segment.masked_fill(scratch >= width, UNWRITTEN))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -77,16 +89,31 @@ class BlockCache(Cache):
         Returns:
             The layer's keys and values in all slots that this forward may see, [R, heads, S, d] each.
         """
+        return self.write(key_states, value_states, layer_idx, self.slots.index)
+
+    def write(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the keys and values of some tokens, R * Q = N in all, to given slots.
+
+        Args:
+            key_states: a layer's keys, [R, heads, Q, d].
+            value_states: its values, [R, heads, Q, d].
+            layer_idx: number of the layer.
+            slots: where they are written, counted over all rows' slots, [N].
+
+        Returns:
+            The layer's keys and values in all slots that this forward may see, [R, heads, S, d] each.
+        """
         if layer_idx not in self._buffers:
-            rows, heads, _, size = key_states.shape
-            shape = (rows, heads, self.capacity, size)
+            heads, size = key_states.shape[1], key_states.shape[3]
+            shape = (len(self.lengths), self.capacity, heads, size)
             # zeros, not uninitialised memory: a NaN spreads through attention even where it is masked
             self._buffers[layer_idx] = (key_states.new_zeros(shape), value_states.new_zeros(shape))
         buffers = self._buffers[layer_idx]
-        index = self._slots[:, None, :, None].expand_as(key_states)
         for buffer, states in zip(buffers, (key_states, value_states), strict=True):
-            buffer.scatter_(2, index, states)
-        return tuple(buffer[:, :, : self._span] for buffer in buffers)
+            buffer.flatten(0, 1).index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
+        return tuple(buffer[:, : self.slots.span].transpose(1, 2) for buffer in buffers)
 
     def commit(self, counts: torch.Tensor, longest: int) -> None:
         """Keep the first tokens of the last forward.
@@ -105,17 +132,17 @@ class BlockCache(Cache):
             offsets: where the block starts among the tokens of that forward, [R].
         """
         within = torch.arange(self.block_size, device=offsets.device)
-        target = self.lengths[:, None] + within  # [R, B]
-        source = target + offsets[:, None]
+        target = ((self._first_slots + self.lengths)[:, None] + within).flatten()  # [R * B]
+        source = target + offsets.repeat_interleave(self.block_size)
         for buffers in self._buffers.values():
             for buffer in buffers:
-                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
-                block = buffer.gather(2, source[:, None, :, None].expand(shape))
-                buffer.scatter_(2, target[:, None, :, None].expand(shape), block)
+                slots = buffer.flatten(0, 1)
+                slots.index_copy_(0, target, slots.index_select(0, source))
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop all rows but those with the given indices [n]."""
         self.lengths = self.lengths[rows]
+        self._first_slots = self._first_slots[: len(rows)]
         for layer, buffers in self._buffers.items():  # layer by layer, so that only one layer exists twice
             self._buffers[layer] = tuple(buffer[rows] for buffer in buffers)
 

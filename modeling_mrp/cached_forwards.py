@@ -24,6 +24,9 @@ What row 1 sees. Candidates of one block are streams of their own, so none of th
         candidate 1          x           .         x           .
         candidate 2          x           .         .           x
 
+Dead cells and missing groups cost nothing where they are many: the forward is then packed (see packing.py), and only
+its real tokens go through the linear layers. Slots and mask are those of the whole rows all the same.
+
 After the forward the clean blocks are committed to the cache. They stand first in the forward's scratch slots, so
 committing them only raises the row's length, and no forward is spent on storing them.
 """
@@ -32,10 +35,15 @@ from typing import NamedTuple
 
 import torch
 
-from .block_cache import BlockCache
+from .block_cache import BlockCache, Slots
 from .block_state import BlockState
 from .masks import CLEAN, PADDING, AttentionMask, TokenLayout
 from .options import DecodingOptions
+from .packing import Packing
+
+# share of padding from which a forward is packed. Packing copies each layer's queries, so it has to save something. On
+# the embedded checkpoints at 4 to 100 rows, shares from 0 to 0.2 took equally long; from 0.3 on, the gain dwindles
+WORTH_PACKING = 0.1
 
 BACKBONE, HEAD, PREFILL = 0, 1, 2  # columns of BlockState.forwards
 
@@ -48,7 +56,9 @@ class Candidates(NamedTuple):
         live: which of them are real, [R, C]; the others are padding.
         stream: number of each state's stream in the attention rule (see masks.py), [R, C].
         depth: number of denoising steps from the current block to the state, 0 for opening states, [R, C].
+        deepest: the greatest depth, or a bound on it.
         most_beside_clean: the most live states of a row that has pending clean blocks.
+        total_live: how many states of all rows are live; None where the host does not know.
         opens: which of them are the opening state of the next block, after a draft that completes the current one,
             [R, C]; None if there is none.
     """
@@ -57,7 +67,9 @@ class Candidates(NamedTuple):
     live: torch.Tensor
     stream: torch.Tensor
     depth: torch.Tensor
+    deepest: int = 0
     most_beside_clean: int = 1
+    total_live: int | None = None
     opens: torch.Tensor | None = None
 
     def positions(self, state: BlockState) -> torch.Tensor:
@@ -67,15 +79,17 @@ class Candidates(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """What a forward needs to know of its tokens beside their ids; their slots in the cache have been assigned.
+    """What a forward needs to know of its tokens beside their ids.
 
     Attributes:
         positions: positions of the tokens, [R, Q].
         mask: attention mask, in the form that the attention implementation expects.
+        slots: cache slots that they are written to.
     """
 
     positions: torch.Tensor
     mask: AttentionMask
+    slots: Slots
 
 
 class CachedForwards:
@@ -92,6 +106,10 @@ class CachedForwards:
         self.cache = cache
         self.head_reads_clean_blocks = options.uses_head
         self.has_shadows = options.revokes
+        self.backbone_tokens = (
+            0  # tokens that the last forward of the backbone read, padding included if it was not packed
+        )
+        self._placed: dict[tuple[int, int], Placement] = {}  # results of `_place_states`
 
     def backbone(self, state: BlockState, candidates: Candidates) -> torch.Tensor:
         """Run the backbone on pending clean blocks and candidates, and commit the clean blocks.
@@ -107,7 +125,9 @@ class CachedForwards:
         real = live[..., None].expand_as(blocks)
         if not state.max_pending:
             state.forwards[:, BACKBONE] += state.running
-            return self._backbone(blocks, positions, stream, real)
+            one = live.shape[1] == 1  # a state by itself: most forwards without drafts
+            placement = self._place_states(state, 1) if one else self._place(positions, stream, real)
+            return self._run(self.model.backbone_hidden_states, placement, real, candidates.total_live, blocks)
 
         # group g of a row is clean block g if g < pending, and candidate g - pending after that. A row without pending
         # blocks needs C groups, and one with pending blocks has at most most_beside_clean live candidates after them
@@ -133,19 +153,15 @@ class CachedForwards:
                 (clean_real, real),
             )
         )
-        hidden = self._backbone(ids, positions, stream, real)  # [R, G, B, H]
+        total = None if candidates.total_live is None else candidates.total_live + state.pending_blocks
+        placement = self._place(positions, stream, real)
+        hidden = self._run(self.model.backbone_hidden_states, placement, real, total, ids)  # [R, G, B, H]
 
         state.forwards[:, BACKBONE] += state.running
         state.forwards[:, PREFILL] += state.running & (state.forwards[:, BACKBONE] == 1) & (state.pending > 0)
         self._commit(state, clean_ids, clean_positions, clean_real, hidden[:, : state.max_pending])
         at = (pending + torch.arange(count, device=pending.device)).clamp(max=groups - 1)
         return hidden.gather(1, at[..., None, None].expand(-1, -1, *hidden.shape[2:]))
-
-    def _backbone(self, ids, positions, stream, real) -> torch.Tensor:
-        """Run the backbone on groups of tokens; all arguments are [R, G, B], the result is [R, G, B, H]."""
-        placement = self._place(positions, stream, real)
-        hidden = self.model.backbone_hidden_states(ids.flatten(1), *placement, self.cache)
-        return hidden.unflatten(1, ids.shape[1:])
 
     def _commit(self, state, ids, positions, real, hidden):
         """Commit the clean blocks [R, max_pending, B], after the head has written its own keys and values for them.
@@ -154,14 +170,22 @@ class CachedForwards:
         """
         if self.head_reads_clean_blocks:
             placement = self._place(positions, torch.full_like(ids, CLEAN), real)
-            self.model.corrected_hidden_states(ids.flatten(1), hidden.flatten(1, 2), *placement, self.cache)
+            forward = self.model.corrected_hidden_states
+            self._run(forward, placement, real, state.pending_blocks, ids, hidden)
             state.forwards[:, HEAD] += real.any(-1).any(-1)
+        self._placed.clear()
         committed = state.pending * state.running
         self.cache.commit(committed * self.cache.block_size, state.next_longest)
         state.pending = state.pending - committed
 
     def commit_candidates(
-        self, state: BlockState, rows: torch.Tensor, at: torch.Tensor, blocks: torch.Tensor, hidden: torch.Tensor
+        self,
+        state: BlockState,
+        rows: torch.Tensor,
+        at: torch.Tensor,
+        blocks: torch.Tensor,
+        hidden: torch.Tensor,
+        total_rows: int | None = None,
     ) -> None:
         """Commit complete candidates of the last forward as clean blocks.
 
@@ -171,13 +195,16 @@ class CachedForwards:
             at: index of the candidate of each row, [R].
             blocks: its tokens, [R, B].
             hidden: the backbone's hidden states on it, [R, B, H].
+            total_rows: how many rows; None where the host does not know.
         """
         self.cache.move_to_front(at * self.cache.block_size)
         if self.head_reads_clean_blocks:
             real = rows[:, None, None].expand(-1, 1, blocks.shape[1])
-            placement = self._place(state.positions[:, None], torch.full_like(blocks, CLEAN)[:, None], real)
-            self.model.corrected_hidden_states(blocks, hidden, *placement, self.cache)
+            blocks, hidden = blocks[:, None], hidden[:, None]
+            placement = self._place(state.positions[:, None], torch.full_like(blocks, CLEAN), real)
+            self._run(self.model.corrected_hidden_states, placement, real, total_rows, blocks, hidden)
             state.forwards[:, HEAD] += rows
+        self._placed.clear()
         self.cache.commit(rows * self.cache.block_size, self.cache.longest + self.cache.block_size)
 
     def head(
@@ -186,7 +213,7 @@ class CachedForwards:
         blocks: torch.Tensor,
         hidden: torch.Tensor,
         live: torch.Tensor,
-        placement: Placement | None = None,
+        total_live: int | None = None,
     ) -> torch.Tensor:
         """Run one head step on states of the current block that do not see one another.
 
@@ -195,21 +222,55 @@ class CachedForwards:
             blocks: tokens of the states, after the reveal, [R, G, B].
             hidden: hidden states before the reveal, [R, G, B, H].
             live: which states are real, [R, G].
-            placement: `place_states` of as many states, for the second and later of several head steps in a row.
+            total_live: how many states of all rows are real; None where the host does not know.
 
         Returns:
-            Corrected hidden states, [R, G, B, H].
+            Corrected hidden states, [R, G, B, H]. They mean nothing for states that are not real.
         """
-        placement = self.place_states(state, live) if placement is None else placement
-        corrected = self.model.corrected_hidden_states(blocks.flatten(1), hidden.flatten(1, 2), *placement, self.cache)
+        placement = self._place_states(state, live.shape[1])
+        real = live[..., None].expand_as(blocks)
         state.forwards[:, HEAD] += live.any(1)
-        return corrected.unflatten(1, blocks.shape[1:])
+        return self._run(self.model.corrected_hidden_states, placement, real, total_live, blocks, hidden)
 
-    def place_states(self, state: BlockState, live: torch.Tensor) -> Placement:
-        """Place states of the current block that do not see one another; `live` [R, G] marks those that are real."""
-        positions = state.positions[:, None].expand(-1, live.shape[1], -1)
-        stream = torch.arange(1, live.shape[1] + 1, device=live.device)[None, :, None].expand_as(positions)
-        return self._place(positions, stream, live[..., None].expand_as(positions))
+    def _run(self, forward, placement: Placement, real, total_real: int | None, *inputs) -> torch.Tensor:
+        """Run the backbone or the head on groups of tokens, and only on those that are real where that pays.
+
+        Args:
+            forward: `backbone_hidden_states` or `corrected_hidden_states` of the model.
+            placement: positions, mask and cache slots of all tokens.
+            real: which groups are real, [R, G, B].
+            total_real: how many groups of all rows are real; None where the host does not know.
+            inputs: what the forward reads first, [R, G, B] or [R, G, B, H] each.
+
+        Returns:
+            Hidden states, [R, G, B, H].
+        """
+        inputs = [tensor.flatten(1, 2) for tensor in inputs]
+        self.cache.slots = placement.slots
+        groups = real.shape[0] * real.shape[1]
+        if total_real is None or total_real > (1 - WORTH_PACKING) * groups:
+            hidden = forward(*inputs, placement.positions, placement.mask, self.cache)
+        else:
+            packing = Packing.of(real.flatten(1), total_real * real.shape[2], self.cache)
+            inputs = [packing.pack(tensor) for tensor in (*inputs, placement.positions)]
+            hidden = packing.unpack(forward(*inputs, placement.mask, packing=packing))
+        if forward == self.model.backbone_hidden_states:
+            self.backbone_tokens = inputs[0].shape[0] * inputs[0].shape[1]
+        return hidden.unflatten(1, real.shape[1:])
+
+    def _place_states(self, state: BlockState, number: int) -> Placement:
+        """Place states of the current block that do not see one another.
+
+        The placement stays the same until clean blocks are committed. Rows that have moved on since then are opening
+        their block, which is done by the forward that commits; until then no state of theirs is read.
+        Padding needs no label: whether a state is real makes no difference to the other states.
+        """
+        key = len(state.positions), number
+        if key not in self._placed:
+            positions = state.positions[:, None].expand(-1, number, -1)
+            stream = torch.arange(1, number + 1, device=positions.device)[None, :, None].expand_as(positions)
+            self._placed[key] = self._place(positions, stream, torch.ones_like(stream, dtype=torch.bool))
+        return self._placed[key]
 
     def _place(self, positions, stream, real) -> Placement:
         """Assign cache slots to groups of tokens [R, G, B] and build their mask; the clean stream is their context."""
@@ -220,7 +281,8 @@ class CachedForwards:
             context=torch.full_like(stream, CLEAN),
             position=positions if self.has_shadows else None,
         ).map(lambda field: field.flatten(1))
-        return Placement(positions.flatten(1), self.model.attention_mask(layout, self.cache.assign_slots(layout)))
+        mask = self.model.attention_mask(layout, self.cache.assign_slots(layout))
+        return Placement(positions.flatten(1), mask, self.cache.slots)
 
 
 def _extend(tensor: torch.Tensor, groups: int) -> torch.Tensor:

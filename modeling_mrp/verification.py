@@ -75,7 +75,6 @@ class Verifier:
     def __init__(self, sampler: Sampler, options: DecodingOptions) -> None:
         self.sampler = sampler
         self.rule = options.step_rule
-        self.depths = options.depths
         # confidence at which a draft that is out of order is accepted; None: exact acceptance
         self.floor = options.mrp_acceptance_floor if options.mrp_acceptance == "token" else None
 
@@ -149,7 +148,7 @@ class Verifier:
         # the candidate that the step on each leads to, and the candidate itself if there is none
         itself = torch.arange(depth.shape[1], device=depth.device)
         successor = torch.where(leads.any(-1), leads.long().argmax(-1), itself)
-        for _ in range(min(depth.shape[1], self.depths) - 1):
+        for _ in range(candidates.deepest):
             last = successor.gather(1, last)
             visited = visited.scatter(1, last, True)
         return Walk(last[:, 0], visited, successor)

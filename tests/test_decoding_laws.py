@@ -148,14 +148,14 @@ def test_a_row_in_a_padded_batch_equals_the_row_alone(tiny_model, prompts, side,
 
 
 class RowCounter:
-    """The rows of every call of a module."""
+    """The rows of every forward of the backbone, counted in its mask: the tokens may be packed."""
 
     def __init__(self, module):
         self.rows = []
-        self.handle = module.register_forward_hook(self._count)
+        self.handle = module.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def _count(self, module, inputs, output):
-        self.rows.append(len(output[0]))
+    def _count(self, module, inputs, options):
+        self.rows.append(len(options["attention_mask"]["full_attention"]))
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLING], ids=["greedy", "sampling"])

@@ -141,28 +141,22 @@ class BlockState:
         A round waits for the device in other places too: decoding.py lists them all.
         """
         running = self.running.long()
-        # rows that have ended keep their cached length: their pending blocks will not be committed
-        next_lengths = self.starts - self.pending * self.block_size + self.pending * running * self.block_size
-        scalars = torch.stack(
-            [
-                running.sum(),
-                (self.opening & self.running).sum(),
-                (self.pending * running).max(),
-                (self.starts - self.pending * self.block_size).max(),
-                next_lengths.max(),
-                self.starts.max(),
-                self.faults.min(),
-            ]
-        )
+        pending = self.pending * running  # rows that have ended keep their cached length: nothing is committed there
+        cached = self.starts - self.pending * self.block_size
+        next_lengths = cached + pending * self.block_size
+        sums = torch.stack([running, self.opening * running, pending]).sum(1)
+        maxima = torch.stack([pending, cached, next_lengths, self.starts, -self.faults]).amax(1)
         (
             self.running_rows,
             self.opening_rows,
+            self.pending_blocks,
             self.max_pending,
             self.longest_cached,
             self.next_longest,
             self.longest_start,
-            self.least_fault,
-        ) = scalars.tolist()
+            least_fault,
+        ) = torch.cat([sums, maxima]).tolist()
+        self.least_fault = -least_fault
 
     @property
     def block(self) -> torch.Tensor:
@@ -189,8 +183,9 @@ class BlockState:
         old = self.tokens.gather(1, positions)
         new = torch.where(rows[:, None], block, old)
         self.tokens.scatter_(1, positions, new)
+        changed = new != old
         for record, value in ((self.revealed_by_head, by_head), (self.reveal_steps, steps)):
-            record.scatter_(1, positions, torch.where(new != old, value, record.gather(1, positions)))
+            record.scatter_(1, positions, torch.where(changed, value, record.gather(1, positions)))
 
     def write_scores(self, scores: torch.Tensor, where: torch.Tensor) -> None:
         """Store the scores at which tokens were revealed.
@@ -217,12 +212,13 @@ class BlockState:
 
         Args:
             where: positions of the current block whose scores are read, boolean [R, ..., B].
-            confidence: probability, or another finite number computed from the scores, at each position, [R, ..., B].
+            confidence: probability, or another number from 0 on computed from the scores, at each position,
+                [R, ..., B].
             score: score of the token chosen there, minus infinity where no token is left, [R, ..., B].
             by_head: whether the scores are the head's (otherwise the backbone's).
         """
-        usable = confidence.isfinite()
-        code = self._expand(self.positions * 4 + 2 * by_head, where)
+        usable = confidence < torch.inf  # not if it is NaN
+        code = self._expand(self.positions * 4 + 2 if by_head else self.positions * 4, where)
         if score is not None:
             usable = usable & (score > -torch.inf)
             code = code + (score == -torch.inf)
@@ -248,7 +244,7 @@ class BlockState:
         Returns:
             Boolean [R, ...].
         """
-        return ~((blocks == self.mask_token_id) & self._returned(blocks)).any(-1)
+        return self._settled(blocks, self._eos(blocks))
 
     def continues_after(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return whether a row continues with its next block after a settled state of the current one.
@@ -259,17 +255,21 @@ class BlockState:
         Returns:
             Boolean [R, ...].
         """
-        has_more = self.starts + self.block_size < self.limits
-        return ~self._eos(blocks).any(-1) & has_more.view(-1, *[1] * (blocks.dim() - 2))
+        return self._continues(self._eos(blocks))
 
-    def _returned(self, blocks):
-        eos = self._eos(blocks).long()
-        not_after_eos = eos.cumsum(-1) - eos == 0
-        return not_after_eos & self._expand(self.positions < self.limits[:, None], blocks)
+    def _settled(self, blocks, eos):
+        after_eos = eos.cumsum(-1) > eos
+        returned = ~after_eos & self._expand(self.positions < self.limits[:, None], blocks)
+        return ~((blocks == self.mask_token_id) & returned).any(-1)
+
+    def _continues(self, eos):
+        has_more = self.starts + self.block_size < self.limits
+        return ~eos.any(-1) & has_more.view(-1, *[1] * (eos.dim() - 2))
 
     def _eos(self, blocks):
+        """Return which tokens are ends of text that were generated, [R, ..., B]."""
         generated = self._expand(self.positions >= self.prompt_lengths[:, None], blocks)
-        return torch.isin(blocks, self.eos_token_ids) & generated
+        return (blocks[..., None] == self.eos_token_ids).any(-1) & generated
 
     def _expand(self, flags, blocks):
         """View flags [R, B] so that they broadcast against blocks [R, ..., B]."""
@@ -281,13 +281,14 @@ class BlockState:
         A completed block becomes pending: its keys and values are computed in the next forward, beside the next block.
         """
         block = self.block
-        settled = self.settled(block) & self.running & (self.faults == NO_FAULT)
-        ended = settled & ~self.continues_after(block)
-        moved = settled & ~ended
-        self.running = self.running & ~ended
-        self.starts = self.starts + moved * self.block_size
-        self.positions = self.positions + moved[:, None] * self.block_size
-        self.pending = self.pending + moved.long()
+        eos = self._eos(block)
+        settled = self._settled(block, eos) & self.running & (self.faults == NO_FAULT)
+        moved = settled & self._continues(eos)
+        self.running = self.running & (moved | ~settled)
+        shift = moved * self.block_size
+        self.starts = self.starts + shift
+        self.positions = self.positions + shift[:, None]
+        self.pending = self.pending + moved
         self.steps = torch.where(moved, 0, self.steps)
         self.opening = self.opening | moved
 

@@ -14,6 +14,8 @@ AUTO_MAP = {
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
+GAIN_FIELDS = ("candidates", "drafts_per_head_step", "steps", "tokens", "depths", "head_steps")
+
 
 class MRPConfig(Qwen3Config):
     """A `Qwen3Config` for the backbone, plus what block diffusion and the residual head need.
@@ -28,6 +30,8 @@ class MRPConfig(Qwen3Config):
             again, found by calibration on this checkpoint; None when it was not calibrated.
         trained_acceptance: how many drafts a verification accepted on held-out prompts after training: a dict with
             `mrp_steps` (K) and `low` and `high`, the range over the prompts; None when it was not recorded.
+        draft_profile: what the plans of `mrp_steps="auto"` gain on decoded samples, measured by `mrp calibrate`: a dict
+            with a list of the fields of `Gain` (see draft_plan.py) for "head", "self" or both; None: not measured.
         kwargs: arguments of `Qwen3Config`.
 
     Raises:
@@ -44,6 +48,7 @@ class MRPConfig(Qwen3Config):
         mrp_residual: bool = True,
         calibrated_remask_threshold: float | None = None,
         trained_acceptance: dict | None = None,
+        draft_profile: dict | None = None,
         **kwargs: Any,
     ) -> None:
         self.block_size = block_size
@@ -52,6 +57,7 @@ class MRPConfig(Qwen3Config):
         self.mrp_residual = mrp_residual
         self.calibrated_remask_threshold = calibrated_remask_threshold
         self.trained_acceptance = trained_acceptance
+        self.draft_profile = draft_profile
         self._check_own_values()
         rope = kwargs.get("rope_parameters")
         if rope is not None and not isinstance(rope, dict):
@@ -109,6 +115,11 @@ class MRPConfig(Qwen3Config):
             not isinstance(acceptance, dict) or set(acceptance) != {"mrp_steps", "low", "high"}
         ):
             raise ValueError(f"trained_acceptance must hold mrp_steps, low and high, got {acceptance!r}")
+        if self.draft_profile is not None and not _is_draft_profile(self.draft_profile):
+            raise ValueError(
+                f"draft_profile must be a dict of lists of dicts with the numbers {', '.join(GAIN_FIELDS)}, the first "
+                f"of each list with 1 candidate, got {self.draft_profile!r}: measure it again with `mrp calibrate`"
+            )
 
     def _check_sizes(self) -> None:
         for name in SIZES:
@@ -133,6 +144,22 @@ def check_block_size(values: dict[str, Any]) -> None:
             "block_size is missing from the config: pass block_size=N (mrp convert --block-size N), the number of "
             "tokens per block that the model was trained with"
         )
+
+
+def _is_draft_profile(value: Any) -> bool:
+    if not isinstance(value, dict) or not set(value) <= {"head", "self"}:
+        return False
+    for gains in value.values():
+        if not isinstance(gains, list) or not gains:
+            return False
+        for gain in gains:
+            if not isinstance(gain, dict) or set(gain) != set(GAIN_FIELDS):
+                return False
+            if not all(isinstance(number, int | float) for number in gain.values()):
+                return False
+        if gains[0]["candidates"] != 1:
+            return False
+    return True
 
 
 def _is_int(value: Any) -> bool:

@@ -122,20 +122,24 @@ class DraftGraph:
         heavier = (self.nodes.weight >= self.complete.weight).sum(1, keepdim=True)
         return (self.complete.weight > 0) & (heavier + 2 <= self.places)
 
-    def size(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the number of candidates of the row with the most, and whether any row has an opening state.
+    def size(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what `candidates` has to know on the host, as scalars on the device.
 
-        Both are scalars on the device; `candidates` takes them from the host.
+        Returns:
+            The number of candidates of the row with the most, of all rows, and whether any row has an opening state.
         """
         others, pair = (self.nodes.weight > 0).sum(1), self._pair_placed()[:, 0]
-        return torch.where(pair, others.clamp(max=self.places - 2) + 2, others).amax(), pair.any()
+        count = torch.where(pair, others.clamp(max=self.places - 2) + 2, others)
+        return count.amax(), count.sum(), pair.any()
 
-    def candidates(self, count: int, crossing: bool, mask_token_id: int) -> Candidates:
+    def candidates(self, most: int, total: int, crossing: bool, deepest: int, mask_token_id: int) -> Candidates:
         """Return the nodes as candidates.
 
         Args:
-            count: number of candidates per row (see `size`).
+            most: number of candidates of the row with the most (see `size`).
+            total: number of candidates of all rows.
             crossing: whether any row has an opening state.
+            deepest: greatest depth of a node.
             mask_token_id: id of [MASK].
         """
         pair = self._pair_placed()
@@ -146,10 +150,12 @@ class DraftGraph:
             blocks=torch.full_like(complete.blocks, mask_token_id), depth=torch.zeros_like(complete.depth)
         )
         everything = join(others, complete, opening)
-        order = everything.order()[:, :count]
+        order = everything.order()[:, :most]
         nodes = everything.take(order)
         # a complete state is a clean block to the opening state after it, and hidden from the states of its own block
         is_complete, is_opening = order == number.shape[0], order == number.shape[0] + 1
         stream = torch.where(is_complete, CLEAN, torch.arange(1, order.shape[1] + 1, device=order.device))
         opens = is_opening & (nodes.weight > 0) if crossing else None
-        return Candidates(nodes.blocks, nodes.weight > 0, stream, nodes.depth, opens=opens)
+        return Candidates(
+            nodes.blocks, nodes.weight > 0, stream, nodes.depth, deepest=deepest, total_live=total, opens=opens
+        )

@@ -266,8 +266,8 @@ class MRPGenerationMixin(GenerationMixin):
         return row_keys(prompts, index < lengths[:, None])
 
 
-# models that are generating, with the number of their calls and every module's own mode from before the first
-_generating: WeakKeyDictionary[torch.nn.Module, tuple[int, list[tuple[torch.nn.Module, bool]]]] = WeakKeyDictionary()
+# models that are generating, with the number of their calls and the modules in training mode before the first
+_generating: WeakKeyDictionary[torch.nn.Module, tuple[int, list[torch.nn.Module]]] = WeakKeyDictionary()
 _generating_lock = Lock()
 
 
@@ -279,20 +279,20 @@ def _in_eval_mode(model):
     may generate at once: the first call sets eval mode, and the last one to end restores the modes.
     """
     with _generating_lock:
-        calls, modes = _generating.get(model) or (0, [(module, module.training) for module in model.modules()])
-        _generating[model] = calls + 1, modes
-        if calls == 0:
+        calls, trained = _generating.get(model) or (0, [module for module in model.modules() if module.training])
+        _generating[model] = calls + 1, trained
+        if calls == 0 and trained:
             model.eval()
     try:
         yield
     finally:
         with _generating_lock:
-            calls, modes = _generating.pop(model)
+            calls, trained = _generating.pop(model)
             if calls > 1:
-                _generating[model] = calls - 1, modes
+                _generating[model] = calls - 1, trained
             else:
-                for module, training in modes:
-                    module.training = training
+                for module in trained:
+                    module.training = True
 
 
 def _split_processors(processors):

@@ -40,11 +40,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3DecoderLayer,
-    Qwen3Model,
-    Qwen3PreTrainedModel,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model, Qwen3PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .block_cache import BlockCache  # noqa: F401  (all siblings: some versions copy the files imported here only)
@@ -57,6 +53,7 @@ from .configuration_mrp import MRPConfig
 from .context_cache import CleanContext, ContextRecorder
 from .decoding import Decoder  # noqa: F401
 from .draft_graph import DraftGraph  # noqa: F401
+from .draft_plan import DraftPlan  # noqa: F401
 from .drafting import Drafter  # noqa: F401
 from .generation_mrp import MRPGenerationMixin
 from .inputs import check_forward_inputs, check_unsupported, check_vocabulary
@@ -71,6 +68,7 @@ from .masks import (
     stream_layout,
 )
 from .options import DecodingOptions  # noqa: F401
+from .packing import Packing, let_attention_unpack
 from .remasking import HeadRemasker  # noqa: F401
 from .residual_head import ResidualHead
 from .sampling import Sampler  # noqa: F401
@@ -128,6 +126,7 @@ class MRPForDiffusionLM(CheckpointMixin, Qwen3PreTrainedModel, MRPGenerationMixi
         self.model = Qwen3Model(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mrp_head = ResidualHead(config) if config.num_mrp_layers else None
+        let_attention_unpack(self)
         self.backbone_frozen = True
         self.post_init()
         self.generation_config._from_model_config = False
@@ -265,18 +264,24 @@ class MRPForDiffusionLM(CheckpointMixin, Qwen3PreTrainedModel, MRPGenerationMixi
         return attention_mask(queries, keys, self.config._attn_implementation, self.dtype)
 
     def backbone_hidden_states(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: AttentionMask, cache: Cache | None = None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: AttentionMask,
+        cache: Cache | None = None,
+        packing: Packing | None = None,
     ) -> torch.Tensor:
         """Run the backbone.
 
         Args:
-            ids: token ids, [R, Q].
-            positions: their positions, [R, Q].
-            mask: result of `attention_mask`.
+            ids: token ids, [R, Q], or packed [1, N].
+            positions: their positions, of the same shape.
+            mask: result of `attention_mask` for all R * Q tokens.
             cache: cache that the layers write to and read from, or None.
+            packing: tells that the tokens are packed, and brings the cache; or None.
 
         Returns:
-            Hidden states after the last norm (h_A), [R, Q, H].
+            Hidden states after the last norm (h_A), [R, Q, H], or packed [1, N, H].
         """
         with torch.no_grad() if self.backbone_frozen else nullcontext():
             return self.model(
@@ -285,6 +290,7 @@ class MRPForDiffusionLM(CheckpointMixin, Qwen3PreTrainedModel, MRPGenerationMixi
                 position_ids=positions,
                 use_cache=False,
                 is_causal=False,
+                packing=packing,
                 **{CACHE_ARGUMENT: cache},
             ).last_hidden_state
 
@@ -295,21 +301,21 @@ class MRPForDiffusionLM(CheckpointMixin, Qwen3PreTrainedModel, MRPGenerationMixi
         positions: torch.Tensor,
         mask: AttentionMask,
         cache: Cache | None = None,
+        packing: Packing | None = None,
     ) -> torch.Tensor:
         """Run one head step.
 
         Args:
-            ids: token ids of the state after the reveal, [R, Q].
-            hidden: hidden states before the reveal (h_A, or acc_{k-1} in a chain), [R, Q, H].
-            positions: positions of the tokens, [R, Q].
-            mask: result of `attention_mask`.
-            cache: cache that the layers write to and read from, or None.
+            ids: token ids of the state after the reveal, [R, Q], or packed [1, N].
+            hidden: hidden states before the reveal (h_A, or acc_{k-1} in a chain), [R, Q, H], or packed [1, N, H].
+            positions, mask, cache, packing: as in `backbone_hidden_states`.
 
         Returns:
-            Corrected hidden states (acc_k), [R, Q, H].
+            Corrected hidden states (acc_k), of the shape of `hidden`.
         """
         embeddings = self.model.embed_tokens(ids)
-        output = self.mrp_head(embeddings, hidden, mask, self.model.rotary_emb(embeddings, positions), cache)
+        rotary = self.model.rotary_emb(embeddings, positions)
+        output = self.mrp_head(embeddings, hidden, mask, rotary, cache, packing)
         return hidden + output if self.config.mrp_residual else output
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ The other modes read the current block alone. `direct` and `remask` let the head
 
 Host synchronisations. The host waits for the device where a shape, or whether a forward runs, depends on the tokens:
 
-    every round      `BlockState.synchronise`: one transfer of six numbers; one of them tells whether any scores that
+    every round      `BlockState.synchronise`: one transfer of eight numbers; one of them tells whether any scores that
                      were read allow no choice (`BlockState.note_faults`), which ends the call with an error
                      `on_progress` of `generate`: whether another column of new tokens can be emitted, once and again
                      after each column, because the stopping criteria may have ended rows
@@ -41,6 +41,7 @@ These remain because the alternative is to run a forward that no row needs. Logi
 streamers may add waits of their own.
 """
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -48,6 +49,7 @@ import torch
 from .block_cache import BlockCache
 from .block_state import BlockState, Fault
 from .cached_forwards import CachedForwards, Candidates
+from .draft_plan import Planner, RoundCost
 from .drafting import Drafter, current_states, with_shadow
 from .options import DecodingOptions
 from .remasking import HeadRemasker, revoke_doubted_tokens
@@ -83,6 +85,7 @@ class Decoder:
         self.pad_token_id = pad_token_id
         self.cache = BlockCache(len(state.tokens), self._capacity(), state.block_size, state.tokens.device)
         self.forwards = CachedForwards(model, self.cache, options)
+        self.planner = Planner(model, options)
         self.drafter = Drafter(self.forwards, sampler, options)
         self.verifier = Verifier(sampler, options)
         self.remasker = None if options.revokes else HeadRemasker(self.forwards, sampler, options)
@@ -124,6 +127,7 @@ class Decoder:
             on_progress(everything)
             self.state.running = everything.running[rows]
             self.state.synchronise()
+            self.planner.record(time.perf_counter())
             if self.state.fault is not None:
                 raise ValueError(self.fault_message(self.state.fault, rows))
             rows = rows[self.drop_ended_rows()]
@@ -165,8 +169,14 @@ class Decoder:
 
     def spec_round(self, context: torch.Tensor | None) -> None:
         """`spec`: draft, verify, reveal what was confirmed, and take the backbone's step from there."""
-        candidates = self.drafter.draft(self.state, context)
+        state, started = self.state, time.perf_counter()
+        rows, is_prefill = state.running_rows, state.max_pending > 1
+        candidates, depths, head_steps = self.drafter.draft(state, context, self.planner.plan(rows))
+        drafted = time.perf_counter()
         hidden = self.forwards.backbone(self.state, candidates)
+        if not is_prefill:
+            tokens = self.forwards.backbone_tokens
+            self.planner.begin(RoundCost(rows, tokens, depths, head_steps, drafted - started, drafted))
         step = self.step_on_last_confirmed(candidates, hidden, context)
         if candidates.live.shape[1] > 1:
             self.state.write(step.before, self.state.running, step.reveal_steps, by_head=self.drafter.uses_head)
@@ -236,9 +246,11 @@ class Decoder:
             hidden: the backbone's hidden states on all candidates, [R, C, B, H].
         """
         opened, row = step.opened, torch.arange(len(hidden), device=hidden.device)
-        if not opened.rows.any():  # waits for the device: no head forward may run that no row needs
+        total = int(opened.rows.sum())  # waits for the device: no head forward may run that no row needs
+        if not total:
             return
-        self.forwards.commit_candidates(self.state, opened.rows, step.last, step.before, hidden[row, step.last])
+        confirmed = step.last, step.before, hidden[row, step.last]
+        self.forwards.commit_candidates(self.state, opened.rows, *confirmed, total)
         self.state.advance()
         read = opened.rows[:, None].expand_as(opened.after)  # every position of the opening state is masked
         self.state.note_faults(read, opened.choice.confidence, opened.choice.score)
@@ -248,15 +260,15 @@ class Decoder:
 
     def step_from_corrected_logits(self, context: torch.Tensor | None) -> None:
         """Take up to K steps by the same rule on logits that the head has corrected."""
-        state, hidden, placement = self.state, self.state.hidden, None
+        state, hidden = self.state, self.state.hidden
         for _ in range(self.options.mrp_steps):
             block = state.block
             stepping = state.running & ~state.settled(block)
-            if not stepping.any():  # waits for the device, see above
+            total = int(stepping.sum())  # waits for the device, see above
+            if not total:
                 return
-            # rows that have settled keep their slots in the same placement: their results are not written
-            placement = self.forwards.place_states(state, stepping[:, None]) if placement is None else placement
-            hidden = self.forwards.head(state, block[:, None], hidden[:, None], stepping[:, None], placement)[:, 0]
+            states = block[:, None], hidden[:, None], stepping[:, None]
+            hidden = self.forwards.head(state, *states, total)[:, 0]
             choice = self.sampler.read(self.model.logits(hidden), state.positions, state.steps, context)
             masked = block == state.mask_token_id
             state.note_faults(masked & stepping[:, None], choice.confidence, choice.score, by_head=True)

@@ -133,7 +133,10 @@ def attention_mask(q: TokenLayout, k: TokenLayout, implementation: str, dtype: t
     """
     if implementation == "flex_attention":
         return _block_mask(q, k)
-    visible = _visible(q.map(lambda field: field[:, None, :, None]), k.map(lambda field: field[:, None, None, :]))
+    (rows, queries), keys = q.segment.shape, k.segment.shape[1]
+    visible = _visible(
+        q.map(lambda field: field.view(rows, 1, queries, 1)), k.map(lambda field: field.view(rows, 1, 1, keys))
+    )
     if implementation == "sdpa":
         return visible
     if implementation == "eager":

@@ -11,6 +11,8 @@ from .step_rules import STRATEGIES, StepRule
 MODES = (None, "direct", "spec", "remask")
 DRAFTERS = ("head", "self")
 ACCEPTANCES = ("exact", "token")
+DEFAULT_STEPS = 3
+MOST_CANDIDATES = 16  # with mrp_steps="auto"
 ALTERNATIVES = 3  # of a draft step in a graph; more gained nothing on either embedded checkpoint
 CRITERIA = ("leave_one_out", "confidence", "residual", "backbone")
 
@@ -22,7 +24,8 @@ class DecodingOptions:
     Attributes:
         mrp_mode: None (backbone only), "direct", "spec" or "remask".
         mrp_steps: look-ahead K, at least 1. spec: drafts per round, the first of which is the backbone's own certain
-            step. direct: head steps after each backbone step.
+            step. direct: head steps after each backbone step. "auto": spec chooses in every round how many candidates
+            and head steps pay (at most 16 candidates, or `mrp_candidates`); in the other modes 3.
         mrp_candidates: the most states C per row that one verification of spec reads, at least 1. The drafts form a
             graph (see draft_graph.py) of at most K depths, by default C. None: they form a chain of K states.
         mrp_draft: what spec drafts from: "head" (logits that the head estimates), or "self" (the backbone's logits of
@@ -45,7 +48,7 @@ class DecodingOptions:
     """
 
     mrp_mode: str | None = None
-    mrp_steps: int = 3
+    mrp_steps: int | str = DEFAULT_STEPS
     mrp_candidates: int | None = None
     mrp_draft: str | None = None
     mrp_drafts_per_head_step: int = 1
@@ -97,8 +100,10 @@ class DecodingOptions:
         one_of("mrp_acceptance", self.mrp_acceptance, ACCEPTANCES)
         one_of("remasking_strategy", self.remasking_strategy, STRATEGIES)
         one_of("remask_criterion", self.remask_criterion, CRITERIA)
-        for name in ("block_size", "mrp_steps", "mrp_drafts_per_head_step", "denoising_steps"):
+        for name in ("block_size", "mrp_drafts_per_head_step", "denoising_steps"):
             _whole(name, getattr(self, name))
+        if self.mrp_steps != "auto":
+            _whole("mrp_steps", self.mrp_steps, or_else='"auto"')
         if self.mrp_candidates is not None:
             _whole("mrp_candidates", self.mrp_candidates)
         for name in ("mrp_acceptance_floor", "mrp_draft_threshold", "confidence_threshold"):
@@ -125,7 +130,7 @@ class DecodingOptions:
         return (
             self.mrp_mode == "direct"
             or (self.mrp_mode == "remask" and not self.revokes)
-            or (self.mrp_mode == "spec" and self.mrp_draft == "head" and self.mrp_steps > 1)
+            or (self.mrp_mode == "spec" and self.mrp_draft == "head" and self.look_ahead > 1)
         )
 
     @property
@@ -134,26 +139,28 @@ class DecodingOptions:
         return self.mrp_mode == "remask" and self.remask_criterion == "backbone"
 
     @property
+    def adaptive(self) -> bool:
+        """Whether spec chooses in every round how far it drafts (see draft_plan.py)."""
+        return self.mrp_mode == "spec" and self.mrp_steps == "auto"
+
+    @property
     def candidates(self) -> int:
         """The most states that one forward of the backbone reads per row (without shadows)."""
         if self.mrp_mode != "spec":
             return 1
-        return self.mrp_steps if self.mrp_candidates is None else self.mrp_candidates
+        return self.look_ahead if self.mrp_candidates is None else self.mrp_candidates
 
     @property
     def depths(self) -> int:
-        """Number of depths that drafts reach, that of the current block included."""
-        return min(self.mrp_steps, self.candidates)
+        """The most depths that drafts reach, that of the current block included."""
+        return self.candidates if self.adaptive else min(self.look_ahead, self.candidates)
 
     @property
-    def alternatives(self) -> int:
-        """How many alternatives of each draft step spec considers; with one, the drafts form a chain."""
-        return 1 if self.mrp_candidates is None else min(ALTERNATIVES, self.block_size)
-
-    @property
-    def width(self) -> int:
-        """The most drafts of one depth from which spec continues."""
-        return 1 if self.mrp_candidates is None else max(2, self.candidates // 4)
+    def look_ahead(self) -> int:
+        """The number K that `mrp_steps` stands for."""
+        if self.mrp_steps != "auto":
+            return self.mrp_steps
+        return MOST_CANDIDATES if self.mrp_mode == "spec" else DEFAULT_STEPS
 
     @property
     def keep_threshold(self) -> float:
@@ -190,9 +197,10 @@ def one_of(name: str, value: object, allowed: Collection) -> None:
         )
 
 
-def _whole(name: str, value):
+def _whole(name: str, value, or_else: str | None = None):
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        alternative = f" or {or_else}" if or_else else ""
+        raise ValueError(f"{name} must be an integer of at least 1{alternative}, got {value!r}")
 
 
 def _number(name: str, value, upper: float | None = None):

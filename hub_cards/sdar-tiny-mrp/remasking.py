@@ -43,29 +43,31 @@ class HeadRemasker:
         """
         surest = confidence_rank(step.confidence, step.revealed) == 0
         asked = step.revealed & ~surest & state.running[:, None]  # reveals that the head judges, [R, B]
-        # waits for the device: where there is nothing to judge, no head forward may run (every forward is counted)
-        most = int(asked.sum(1).max())
+        # waits for the device: where there is nothing to judge, no head forward may run (every forward is counted).
+        # The most reveals of a row and those of all rows, in one number: one wait
+        judged, base = asked.sum(1), asked.numel() + 1
+        most, total = divmod(int(judged.max() * base + judged.sum()), base)
         if not most:
             return step.after
-        value = self.criterion(state, step, asked, most, context)
+        value = self.criterion(state, step, asked, most, total, context)
         state.note_faults(asked, value, by_head=True)
         return torch.where(asked & ~self.keeps(value, self.threshold), state.mask_token_id, step.after)
 
-    def _residual(self, state, step, asked, most, context) -> torch.Tensor:
+    def _residual(self, state, step, asked, most, total, context) -> torch.Tensor:
         """How far the corrected logit of each token is from the backbone's on the state before the step, [R, B]."""
         hidden, live = state.hidden[:, None], asked.any(1)[:, None]
         residual = self.forwards.head(state, step.before[:, None], hidden, live)[:, 0] - state.hidden
         logits = self.forwards.model.logits(residual).float()
         return logits.gather(-1, step.after[..., None])[..., 0].abs()
 
-    def _confidence(self, state, step, asked, most, context) -> torch.Tensor:
+    def _confidence(self, state, step, asked, most, total, context) -> torch.Tensor:
         """The corrected confidence of each token on the state after the step, [R, B]."""
         hidden, live = state.hidden[:, None], asked.any(1)[:, None]
         corrected = self.forwards.head(state, step.after[:, None], hidden, live)[:, 0]
         logits = self.forwards.model.logits(corrected)
         return self.sampler.confidence_of(logits, step.after, context)
 
-    def _confidence_when_left_out(self, state, step, asked, most, context) -> torch.Tensor:
+    def _confidence_when_left_out(self, state, step, asked, most, total, context) -> torch.Tensor:
         """The corrected confidence of each token where it alone of the reveals is masked again, [R, B].
 
         One head step reads a state per token that is judged, as many as the row with the most of them needs:
@@ -82,7 +84,8 @@ class HeadRemasker:
         masked = torch.arange(size, device=after.device) == where[..., None]  # [R, G, B], one position per state
         blocks = torch.where(masked, state.mask_token_id, after[:, None])
         hidden = state.hidden[:, None].expand(-1, most, -1, -1)
-        corrected = self.forwards.head(state, blocks, hidden, live)  # [R, G, B, H], read at the masked position only
+        # [R, G, B, H], read at the masked position only
+        corrected = self.forwards.head(state, blocks, hidden, live, total_live=total)
         at = where[..., None, None].expand(-1, -1, 1, corrected.shape[-1])
         logits = self.forwards.model.logits(corrected.gather(2, at)[:, :, 0])  # [R, G, V]
         confidence = self.sampler.confidence_of(logits, after.gather(1, where), context)

@@ -7,6 +7,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from .configuration_mrp import MRPConfig
 from .masks import AttentionMask
+from .packing import Packing
 
 
 class ResidualHead(nn.Module):
@@ -44,6 +45,7 @@ class ResidualHead(nn.Module):
         mask: AttentionMask,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         cache: Cache | None = None,
+        packing: Packing | None = None,
     ) -> torch.Tensor:
         """Run the head once.
 
@@ -54,6 +56,7 @@ class ResidualHead(nn.Module):
             mask: attention mask, in the form that the attention implementation expects.
             position_embeddings: cosines and sines of the L positions.
             cache: cache that the layers write to and read from, or None.
+            packing: tells that the tokens are packed, and brings the cache; or None.
 
         Returns:
             The predicted change of the hidden states (h_C), [R, L, H], in the head's own dtype.
@@ -63,5 +66,7 @@ class ResidualHead(nn.Module):
         hidden = self.eh_proj(torch.cat([self.enorm(embeddings.to(dtype)), self.hnorm(hidden.to(dtype))], dim=-1))
         for layer in self.layers:
             # the cache is passed by position: under gradient checkpointing, transformers drops it when it has a name
-            hidden = layer(hidden, mask, None, cache, position_embeddings=position_embeddings, is_causal=False)
+            hidden = layer(
+                hidden, mask, None, cache, position_embeddings=position_embeddings, is_causal=False, packing=packing
+            )
         return self.norm(hidden)

@@ -10,7 +10,6 @@ from torch import nn
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
 from modeling_mrp.block_cache import BlockCache
-from modeling_mrp.cached_forwards import Placement
 from modeling_mrp.masks import CLEAN, TokenLayout
 from modeling_mrp.sampling import Sampler
 
@@ -103,12 +102,12 @@ class StepParts:
     def backbone(self, candidates: int) -> torch.Tensor:
         """One forward of the backbone over `candidates` states of the block, which do not attend to one another."""
         ids = self.ids[:, :candidates].flatten(1)
-        return self.model.backbone_hidden_states(ids, *self._place(candidates), self.cache)
+        return self.model.backbone_hidden_states(ids, *self._place(candidates))
 
     @torch.no_grad()
     def head(self) -> torch.Tensor:
         """One head step on one state of the block."""
-        return self.model.corrected_hidden_states(self.ids[:, 0], self.hidden[:, 0], *self._place(1), self.cache)
+        return self.model.corrected_hidden_states(self.ids[:, 0], self.hidden[:, 0], *self._place(1))
 
     @torch.no_grad()
     def logits(self, candidates: int) -> tuple:
@@ -121,12 +120,13 @@ class StepParts:
         block = self.start + torch.arange(self.size, device=self.ids.device)
         return block.repeat(candidates).expand(self.rows, -1)
 
-    def _place(self, candidates: int) -> Placement:
+    def _place(self, candidates: int):
+        """Positions, mask and cache of the tokens."""
         positions = self._positions(candidates)
         stream = torch.arange(1, candidates + 1, device=positions.device).repeat_interleave(self.size)
         zero = torch.zeros_like(positions)
         layout = TokenLayout(zero, positions // self.size, stream.expand_as(positions), zero + CLEAN)
-        return Placement(positions, self.model.attention_mask(layout, self.cache.assign_slots(layout)))
+        return positions, self.model.attention_mask(layout, self.cache.assign_slots(layout)), self.cache
 
 
 def measure_costs(
