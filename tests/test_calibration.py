@@ -6,7 +6,7 @@ import pytest
 
 from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.options import DecodingOptions
-from mrp_trainer.evaluation.calibration import calibrate, store_threshold
+from mrp_trainer.evaluation.calibration import calibrate, store_in_config
 from mrp_trainer.evaluation.decoding import decode_batch, prompt_ids
 from mrp_trainer.evaluation.modes import BACKBONE_ONLY
 from mrp_trainer.evaluation.runs import Settings
@@ -61,7 +61,7 @@ def test_calibration_without_a_right_answer_says_so(setup):
 
 def test_a_stored_threshold_is_what_the_residual_criterion_uses(tiny_model, tmp_path):
     tiny_model().save_pretrained(tmp_path)
-    store_threshold(tmp_path, 2.0)
+    store_in_config(tmp_path, calibrated_remask_threshold=2.0)
     config = MRPForDiffusionLM.from_pretrained(tmp_path).config
     options = DecodingOptions.resolve({"mrp_mode": "remask", "remask_criterion": "residual"}, config)
     assert options.keep_threshold == 2.0
@@ -71,4 +71,4 @@ def test_a_threshold_is_stored_in_our_checkpoints_only(golden_folder, tmp_path):
     (tmp_path / "config.json").write_bytes((golden_folder / "config.json").read_bytes())
     for folder in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(ValueError, match="not the folder of a converted checkpoint"):
-            store_threshold(folder, 2.0)
+            store_in_config(folder, calibrated_remask_threshold=2.0)

@@ -44,7 +44,8 @@ def graph_of(places, tokens=(1, MASK, MASK)):
 
 
 def candidates_of(graph):
-    return graph.candidates(int(graph.size()[0]), bool(graph.size()[1]), MASK)
+    most, total, crossing = graph.size()
+    return graph.candidates(int(most), int(total), bool(crossing), int(graph.nodes.depth.max()), MASK)
 
 
 def test_the_heaviest_nodes_of_all_depths_get_the_places():

@@ -26,6 +26,8 @@ def resolved(name: str) -> DecodingOptions:
         ("graph-6", {"mrp_mode": "spec", "mrp_steps": 6, "mrp_candidates": 6, "mrp_draft": "head"}),
         ("graph-4-self", {"mrp_candidates": 4, "mrp_draft": "self"}),
         ("graph-8-token", {"mrp_candidates": 8, "mrp_acceptance": "token"}),
+        ("auto", {"mrp_mode": "spec", "mrp_steps": "auto", "mrp_draft": "head", "mrp_candidates": None}),
+        ("auto-self", {"mrp_steps": "auto", "mrp_draft": "self"}),
         ("direct-2", {"mrp_mode": "direct", "mrp_steps": 2}),
         ("remask-confidence", {"mrp_mode": "remask", "remask_criterion": "confidence", "confidence_threshold": 0.5}),
         ("remask-residual-1", {"mrp_mode": "remask", "remask_criterion": "residual", "confidence_threshold": 1.0}),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import typer
 
 from . import bench_decode, bench_loss, bench_shapes, bench_train, train
+from .calibrate import calibrate
 from .claims import claims
 from .convert import convert
 from .demo import demo
@@ -64,6 +65,7 @@ app.command(
         "mrp eval sdar-1.7b-mrp --data gsm8k.jsonl --scorer numeric --compare --thresholds 0.9,0.7 --output gsm8k"
     ),
 )(evaluate)
+app.command(cls=Command, epilog=example("mrp calibrate sdar-1.7b-mrp --data prompts.jsonl"))(calibrate)
 app.command(
     cls=MeasuringCommand,
     epilog=example("mrp claims sdar-1.7b-mrp --data gsm8k.jsonl --scorer numeric --full-head heads/full"),

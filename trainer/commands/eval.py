@@ -266,7 +266,8 @@ def _kl(model, tokenizer, rows: list[dict], records: list[dict], settings: "Sett
     reference = next(iter(settings.modes))
     answers = {record["index"]: record["token_ids"] for record in records if record["mode"] == reference}
     samples = [(prompt_ids(tokenizer, row, settings.raw), answers[index]) for index, row in enumerate(rows)]
-    steps = max([3, *(options.get("mrp_steps", 0) for options in settings.modes.values())])
+    given = [options.get("mrp_steps") for options in settings.modes.values()]
+    steps = max([3, *(number for number in given if isinstance(number, int))])
     return kl_by_depth(model, samples, steps, settings.batch_size, settings.seed)
 
 
@@ -332,7 +333,7 @@ def _options_for_all_modes(words: list[str]) -> dict:
 
 def _calibrate(name: str, model, tokenizer, rows, score, settings: "Settings", as_json: bool) -> None:
     """Find the threshold of the residual criterion, store it in the checkpoint's folder `name` and report it."""
-    from ..evaluation.calibration import calibrate, store_threshold
+    from ..evaluation.calibration import calibrate, store_in_config
 
     if model.mrp_head is None:
         raise ValueError(f"--calibrate needs a residual head, but {name} has none")
@@ -344,7 +345,7 @@ def _calibrate(name: str, model, tokenizer, rows, score, settings: "Settings", a
         print(line.format(**figures), file=sys.stderr)
 
     threshold = calibrate(model, tokenizer, rows, score, settings, on_candidate=show)
-    store_threshold(name, threshold)
+    store_in_config(name, calibrated_remask_threshold=threshold)
     if as_json:
         print(json.dumps({"calibrated_remask_threshold": threshold, "prompts": len(rows)}))
     else:

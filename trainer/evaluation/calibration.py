@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -76,8 +77,8 @@ def calibrate(
     return best["remask_threshold"]
 
 
-def store_threshold(folder: str | Path, threshold: float) -> None:
-    """Write `calibrated_remask_threshold` into the config.json of a converted checkpoint.
+def store_in_config(folder: str | Path, **values: Any) -> None:
+    """Write values into the config.json of a converted checkpoint, atomically.
 
     Raises:
         ValueError: if the folder does not hold one.
@@ -85,14 +86,14 @@ def store_threshold(folder: str | Path, threshold: float) -> None:
     check_can_store(folder)
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    write_json(path, config | {"calibrated_remask_threshold": threshold})
+    write_json(path, config | values)
 
 
 def check_can_store(folder: str | Path) -> None:
-    """Raise a ValueError unless the folder holds a converted checkpoint, whose config can keep a threshold."""
+    """Raise a ValueError unless the folder holds a converted checkpoint, whose config can keep the result."""
     path = Path(folder) / "config.json"
     if not path.is_file() or json.loads(path.read_text(encoding="utf-8")).get("model_type") != "sdar_mrp":
         raise ValueError(
-            f"{folder} is not the folder of a converted checkpoint, so the threshold cannot be stored: "
+            f"{folder} is not the folder of a converted checkpoint, so nothing can be stored: "
             "make one with `mrp convert` first"
         )

@@ -8,7 +8,7 @@ from modeling_mrp.options import nearest
 REFERENCE = "static"
 REMASK_CRITERIA = ("leave_one_out", "confidence", "residual")
 KINDS = ("static", "control", "dynamic", "wide-narrow", "spec", "spec-self", "spec-token")
-KINDS += ("graph", "graph-self", "graph-token", "direct")
+KINDS += ("graph", "graph-self", "graph-token", "auto", "auto-self", "auto-token", "direct")
 KINDS += tuple(f"remask-{criterion}" for criterion in REMASK_CRITERIA)
 DEFAULT_KINDS = ("static", "spec", "direct", "remask-leave_one_out")
 BASELINES = ("control", "dynamic", "wide-narrow", "spec-self")  # what the head has to beat
@@ -30,7 +30,7 @@ SPEC = {
 }
 FORMS = (
     "static, static-N, dynamic-T, wide-narrow-T, spec-K, spec-K-self, spec-K-token, graph-K, graph-K-self, "
-    "graph-K-token, direct-K, remask-C and remask-C-T"
+    "graph-K-token, auto, auto-self, auto-token, direct-K, remask-C and remask-C-T"
 )
 
 
@@ -42,7 +42,8 @@ def mode_options(name: str, block_size: int) -> dict:
             threshold decoding; `wide-narrow-T`, the same, but tokens that later forwards doubt are masked again;
             `spec-K` and `direct-K`, with the look-ahead K; `spec-K-self`, drafted without a head; `spec-K-token`, with
             token acceptance; `graph-K`, `graph-K-self` and `graph-K-token`, the same with drafts that form a graph
-            of at most K states instead of a chain; `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above
+            of at most K states instead of a chain; `auto`, `auto-self` and `auto-token`, the same with as many states
+            as pay; `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above
             the threshold T (default: 0.5).
         block_size: block size of the model.
 
@@ -65,6 +66,8 @@ def mode_options(name: str, block_size: int) -> dict:
                 return {"mrp_mode": "direct", "mrp_steps": _count(k)}
             case ["spec", k, *how] if tuple(how) in SPEC:
                 return {"mrp_mode": "spec", "mrp_steps": _count(k)} | SPEC[tuple(how)]
+            case ["auto", *how] if tuple(how) in SPEC:
+                return {"mrp_mode": "spec", "mrp_steps": "auto"} | SPEC[tuple(how)]
             case ["graph", k, *how] if tuple(how) in SPEC:
                 return {"mrp_mode": "spec", "mrp_candidates": _count(k)} | SPEC[tuple(how)]
     except ValueError:
@@ -115,6 +118,8 @@ def grid(kinds: Sequence[str], thresholds: Sequence[float], steps: Sequence[int]
             names += [f"static-{n}" for n in (2, 4) if block_size % n == 0]
         elif kind == "direct":
             names += [f"direct-{k}" for k in steps]
+        elif kind.startswith("auto"):
+            names.append(kind)
         elif kind.startswith(("spec", "graph")):
             drafts, *how = kind.split("-")
             names += ["-".join([drafts, str(k), *how]) for k in steps]
