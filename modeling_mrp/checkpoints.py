@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers import GenerationConfig
 
 from .checkpoint_files import (
     CONFIG,
@@ -101,7 +102,7 @@ class CheckpointMixin:
             model.name_or_path = model.config._name_or_path = str(source)
             model.config._commit_hash = commit
         if source is not None and model.mrp_head is not None and not (Path(folder) / GENERATION_CONFIG).is_file():
-            model.generation_config.mrp_mode = "spec"
+            _decode_with_head(model.generation_config)
         model.generation_config._from_model_config = False  # otherwise the next reload would lose its options
         model.freeze_backbone()
         return (model, info) if with_info else model
@@ -163,7 +164,7 @@ class CheckpointMixin:
         if model.mrp_head is None:
             model.generation_config.mrp_mode = None
         elif getattr(model.generation_config, "mrp_mode", None) is None:
-            model.generation_config.mrp_mode = "spec"
+            _decode_with_head(model.generation_config)
         if head_init == "backbone_layers" and not checkpoint.has_head:
             model.copy_backbone_layers_to_head()
         return model
@@ -297,6 +298,13 @@ def _some(names: list[str]) -> str:
     """List at most eight names, and say how many more there are."""
     shown = ", ".join(names[:8]) or "none"
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def _decode_with_head(generation_config: GenerationConfig) -> None:
+    """Let `generate` draft with the head, as far as it pays, unless it is told otherwise."""
+    generation_config.mrp_mode = "spec"
+    if getattr(generation_config, "mrp_steps", None) is None:
+        generation_config.mrp_steps = "auto"
 
 
 def _head_prefix(names: list[str]) -> str | None:

@@ -163,6 +163,8 @@ class MRPGenerationMixin(GenerationMixin):
                 f"temperature must be above 0 with do_sample=True, got {temperature}: use do_sample=False"
             )
         values = {name: stored[name] for name in OPTION_NAMES if name in stored}
+        if ours.get("mrp_candidates") is not None and values.get("mrp_steps") == "auto":
+            del values["mrp_steps"]  # a number that is asked for is not a bound of the checkpoint's default
         generation_config.decoding_options = DecodingOptions.resolve(values | ours, self.config)
         return generation_config, model_kwargs
 

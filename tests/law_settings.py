@@ -167,6 +167,9 @@ def modes(block_size: int) -> st.SearchStrategy[dict]:
             "mrp_acceptance_floor": tau,
         },
     )
+    auto = st.fixed_dictionaries(
+        {"mrp_mode": st.just("spec"), "mrp_steps": st.just("auto"), "mrp_draft": st.sampled_from(["head", "self"])}
+    )
     direct = st.fixed_dictionaries({"mrp_mode": st.just("direct"), "mrp_steps": steps})
     remask = st.fixed_dictionaries(
         {
@@ -176,7 +179,7 @@ def modes(block_size: int) -> st.SearchStrategy[dict]:
             "remask_threshold": st.sampled_from([0.23, 0.0, 0.47, 0.83]),
         }
     )
-    return st.one_of(st.just({"mrp_mode": None}), spec, direct, remask)
+    return st.one_of(st.just({"mrp_mode": None}), spec, auto, direct, remask)
 
 
 def step_rules(block_size: int) -> st.SearchStrategy[dict]:

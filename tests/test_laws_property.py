@@ -85,6 +85,8 @@ def assert_row_equals_row_alone(setting, together, index, alone, copy):
             torch.testing.assert_close(together.scores[at][index], alone.scores[at][copy], atol=1e-5, rtol=1e-5)
     stopped = is_stopped(setting, index // setting.copies, tokens)
     for name, value in vars(together.stats).items():
+        if setting.mode.get("mrp_steps") == "auto" and name != "prefill_forwards":
+            continue  # how far a round drafts depends on the clock and on the number of rows
         own, expected = value[index].tolist(), vars(alone.stats)[name][copy].tolist()
         if stopped and name in COSTS:
             assert torch.tensor(own).ge(torch.tensor(expected)).all(), name
@@ -182,7 +184,8 @@ def check_laws(setting: Setting):
             draft = {"head": "self", "self": "head"}[setting.mode["mrp_draft"]]
             other, _ = decode(model, setting, every_row, mrp_draft=draft)
             assert torch.equal(together.sequences, other.sequences)
-            assert torch.equal(together.stats.drafts_accepted, other.stats.drafts_accepted)
+            if setting.mode["mrp_steps"] != "auto":
+                assert torch.equal(together.stats.drafts_accepted, other.stats.drafts_accepted)
 
 
 @given(generate_calls())

@@ -72,6 +72,7 @@ def test_only_modes_with_a_head_need_one():
         "wide-narrow-0.5",
         "spec-2-self",
         "graph-2-self",
+        "auto-self",
     ]
 
 

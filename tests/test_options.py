@@ -107,7 +107,7 @@ REFUSED = [
     ("mrp_candidates", 0, "an integer of at least 1, got 0"),
     ("mrp_steps", -3, 'an integer of at least 1 or "auto", got -3'),
     ("mrp_steps", 2.0, 'an integer of at least 1 or "auto", got 2.0'),
-    ("mrp_steps", "3", 'an integer of at least 1 or "auto", got '3''),
+    ("mrp_steps", "3", "an integer of at least 1 or \"auto\", got '3'"),
     ("mrp_steps", True, 'an integer of at least 1 or "auto", got True'),
     ("mrp_drafts_per_head_step", 0, "an integer of at least 1, got 0"),
     ("denoising_steps", 0, "an integer of at least 1, got 0"),

@@ -144,12 +144,13 @@ class BlockState:
         pending = self.pending * running  # rows that have ended keep their cached length: nothing is committed there
         cached = self.starts - self.pending * self.block_size
         next_lengths = cached + pending * self.block_size
-        sums = torch.stack([running, self.opening * running, pending]).sum(1)
+        sums = torch.stack([running, self.opening * running, pending, self.accepted.sum(1)]).sum(1)
         maxima = torch.stack([pending, cached, next_lengths, self.starts, -self.faults]).amax(1)
         (
             self.running_rows,
             self.opening_rows,
             self.pending_blocks,
+            self.accepted_drafts,
             self.max_pending,
             self.longest_cached,
             self.next_longest,

@@ -30,8 +30,9 @@ class MRPConfig(Qwen3Config):
             again, found by calibration on this checkpoint; None when it was not calibrated.
         trained_acceptance: how many drafts a verification accepted on held-out prompts after training: a dict with
             `mrp_steps` (K) and `low` and `high`, the range over the prompts; None when it was not recorded.
-        draft_profile: what the plans of `mrp_steps="auto"` gain on decoded samples, measured by `mrp calibrate`: a dict
-            with a list of the fields of `Gain` (see draft_plan.py) for "head", "self" or both; None: not measured.
+        draft_profile: what the plans of `mrp_steps="auto"` gain on decoded samples, measured by `mrp calibrate`: a
+            dict with a list of the fields of `Gain` (see draft_plan.py) for "head", "self" or both; None when it was
+            not measured.
         kwargs: arguments of `Qwen3Config`.
 
     Raises:

@@ -2,14 +2,17 @@
 
 With `mrp_steps="auto"` a round follows the plan with the most denoising steps per second. What a plan gains, steps per
 forward, is known from a *draft profile*, which `mrp calibrate` measures on decoded samples and stores in the config.
-What it costs on this device, for this number of rows, is measured during decoding, round by round:
+The gains of this call's own rounds, beside what the profile expected of them, correct it for the text at hand. What a
+plan costs on this device, for this number of rows, is measured during decoding too:
 
     seconds of a round  =  a + b * tokens of the backbone's forward  +  c * depths drafted  +  d * head steps
 
-The clock is read where the host waits for the device anyway (see decoding.py), so the measurement adds no wait. Plans
+The clock is read where the host waits for the device anyway (see decoding.py), so the measurements add no wait. Plans
 differ in cost, never in the tokens that are returned: verification does not depend on them.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,6 +26,7 @@ RETAINED = 0.95  # weight of all earlier rounds beside a new one: the last 20 ro
 ASSUMED_SHARE = 0.3  # share of a forward's time that grows with its tokens, until forwards of two widths were measured
 ASSUMED_HEAD_STEP = 0.1  # time of a head step beside that of a forward, until one has been measured
 ASSUMED_DEPTH = 0.3  # time of a depth beside that of a head step, until both have been measured apart
+TRUST_IN_PROFILE = 20.0  # steps of this call that count as much as the profile
 HYSTERESIS = 1.03  # another plan has to promise this much more: expectations are noisy
 
 
@@ -92,7 +96,7 @@ DEFAULT_PROFILES = {
 
 
 class LinearCost:
-    """Seconds as a linear function of two quantities, x and y, fitted to measurements; old ones count less and less."""
+    """Seconds as a linear function of two quantities, x and y, fitted to measurements of which old ones count less."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of x x, x y, y y, x t and y t
@@ -120,32 +124,8 @@ class LinearCost:
         return ratio * y, y
 
 
-class Costs:
-    """What rounds cost on one device with about as many rows: the backbone's forward, and drafting."""
-
-    def __init__(self) -> None:
-        self.forward = LinearCost()  # x: one forward, y: its tokens
-        self.drafting = LinearCost()  # x: depths, y: head steps
-
-    def seconds(self, gain: Gain, plain: Gain, tokens_per_block: int) -> float:
-        """Return the expected seconds of a round.
-
-        Args:
-            gain: what its plan does on average.
-            plain: what the plan without drafts does.
-            tokens_per_block: tokens in one block of each row, all rows together.
-        """
-        plain_tokens = plain.tokens * tokens_per_block
-        ratio = (1 - ASSUMED_SHARE) / ASSUMED_SHARE * plain_tokens
-        per_forward, per_token = self.forward.coefficients(ratio) or (ratio, 1.0)
-        forward = per_forward + per_token * gain.tokens * tokens_per_block
-        assumed = ASSUMED_HEAD_STEP * (per_forward + per_token * plain_tokens)
-        per_depth, per_head_step = self.drafting.coefficients(ASSUMED_DEPTH) or (ASSUMED_DEPTH * assumed, assumed)
-        return forward + per_depth * gain.depths + per_head_step * gain.head_steps
-
-
 class RoundCost(NamedTuple):
-    """What a round has done, and when.
+    """What a round of spec has done up to its verification, and when.
 
     Attributes:
         rows: number of running rows.
@@ -164,6 +144,43 @@ class RoundCost(NamedTuple):
     drafted: float
 
 
+class Costs:
+    """What rounds cost on one device with about as many rows: the backbone's forward, and drafting."""
+
+    def __init__(self) -> None:
+        self.forward = LinearCost()  # x: one forward, y: its tokens
+        self.drafting = LinearCost()  # x: depths, y: head steps
+        # how far the rounds of a plan went, on average: with many rows, further than the profile of one row says
+        self.extent: dict[Gain, tuple[float, float, float]] = {}  # tokens per row, depths, head steps
+
+    def add(self, gain: Gain, cost: RoundCost, forward: float) -> None:
+        """Add a round of a plan, whose forward and verification took the given seconds."""
+        self.forward.add(1.0, cost.tokens, forward)
+        if cost.depths:
+            self.drafting.add(cost.depths, cost.head_steps, cost.drafting)
+        new = (cost.tokens / cost.rows, float(cost.depths), float(cost.head_steps))
+        old = self.extent.get(gain, new)
+        self.extent[gain] = tuple(RETAINED * a + (1 - RETAINED) * b for a, b in zip(old, new, strict=True))
+
+    def seconds(self, gain: Gain, plain: Gain, rows: int, block_size: int) -> float:
+        """Return the expected seconds of a round.
+
+        Args:
+            gain: what its plan does on average.
+            plain: what the plan without drafts does.
+            rows: number of running rows.
+            block_size: tokens per block.
+        """
+        of_profile = gain.tokens * block_size, gain.depths, gain.head_steps
+        tokens, depths, head_steps = self.extent.get(gain, of_profile)
+        plain_tokens = plain.tokens * block_size * rows
+        ratio = (1 - ASSUMED_SHARE) / ASSUMED_SHARE * plain_tokens
+        per_forward, per_token = self.forward.coefficients(ratio) or (ratio, 1.0)
+        assumed = ASSUMED_HEAD_STEP * (per_forward + per_token * plain_tokens)
+        per_depth, per_head_step = self.drafting.coefficients(ASSUMED_DEPTH) or (ASSUMED_DEPTH * assumed, assumed)
+        return per_forward + per_token * tokens * rows + per_depth * depths + per_head_step * head_steps
+
+
 _remembered: WeakKeyDictionary[torch.nn.Module, dict[tuple, Costs]] = WeakKeyDictionary()
 
 
@@ -176,45 +193,71 @@ class Planner:
     """
 
     def __init__(self, model: torch.nn.Module, options: DecodingOptions) -> None:
-        self.round: RoundCost | None = None
         self.fixed = None if options.adaptive else DraftPlan.of(options)
+        self.round: RoundCost | None = None  # the round that is under way
+        self.on_round: Callable[[RoundCost], None] | None = _observers.get(model)
         if self.fixed is not None:
             return
         self.block_size = options.block_size
-        self.gains = [gain for gain in draft_profile(model.config, options.mrp_draft)]
-        self.plain = next(gain for gain in self.gains if gain.candidates == 1)
-        self.gains = [gain for gain in self.gains if gain.candidates <= options.candidates]
+        gains = draft_profile(model.config, options.mrp_draft)
+        self.plain = gains[0]
+        self.gains = [gain for gain in gains if gain.candidates <= options.candidates]
         self.key = str(model.device), str(model.dtype), options.mrp_draft
         self.costs = _remembered.setdefault(model, {})
-        self.chosen: Gain | None = None
+        self.chosen = self.plain
+        self.gained = self.expected = TRUST_IN_PROFILE  # steps beyond the first of a round, per row
 
-    def plan(self, running_rows: int) -> DraftPlan:
+    def plan(self, rows: int) -> DraftPlan:
         """Return the plan of the next round for this number of running rows."""
         if self.fixed is not None:
             return self.fixed
-        costs, tokens = self._costs(running_rows), running_rows * self.block_size
-        pace = {gain: gain.steps / costs.seconds(gain, self.plain, tokens) for gain in self.gains}
+        costs, ratio = self._costs(rows), self.gained / self.expected
+        pace = {
+            gain: (1 + (gain.steps - 1) * ratio) / costs.seconds(gain, self.plain, rows, self.block_size)
+            for gain in self.gains
+        }
         best = max(pace, key=pace.get)
-        if self.chosen is None or pace[best] > HYSTERESIS * pace[self.chosen]:
+        if pace[best] > HYSTERESIS * pace[self.chosen]:
             self.chosen = best
         return self.chosen.plan(self.block_size)
 
     def begin(self, cost: RoundCost) -> None:
-        """Note what a round has cost up to its verification, for `record`."""
+        """Note what a round has done up to its verification; `end` records it."""
         self.round = cost
+        if self.on_round is not None:
+            self.on_round(cost)
 
-    def record(self, now: float) -> None:
-        """Record the cost of the round that `begin` noted, if any; it ends now (seconds of `time.perf_counter`)."""
+    def end(self, now: float, gained: int) -> None:
+        """Record the round that `begin` noted, if any.
+
+        Args:
+            now: when it ended, in seconds of `time.perf_counter`.
+            gained: denoising steps beyond the first of each row, all rows together.
+        """
         cost, self.round = self.round, None
         if cost is None or self.fixed is not None:
             return
-        costs = self._costs(cost.rows)
-        costs.forward.add(1.0, cost.tokens, now - cost.drafted)
-        if cost.depths:
-            costs.drafting.add(cost.depths, cost.head_steps, cost.drafting)
+        self._costs(cost.rows).add(self.chosen, cost, now - cost.drafted)
+        if self.chosen.steps > 1:
+            self.gained = RETAINED * self.gained + gained / cost.rows
+            self.expected = RETAINED * self.expected + self.chosen.steps - 1
 
     def _costs(self, rows: int) -> Costs:
         return self.costs.setdefault((*self.key, rows.bit_length()), Costs())
+
+
+_observers: WeakKeyDictionary[torch.nn.Module, Callable[[RoundCost], None]] = WeakKeyDictionary()
+
+
+@contextmanager
+def observe_rounds(model: torch.nn.Module) -> Iterator[list[RoundCost]]:
+    """Collect what the rounds of a model's spec calls do, in a list that grows with every round."""
+    rounds: list[RoundCost] = []
+    _observers[model] = rounds.append
+    try:
+        yield rounds
+    finally:
+        del _observers[model]
 
 
 def draft_profile(config: MRPConfig, draft: str) -> list[Gain]:

@@ -25,7 +25,7 @@ The other modes read the current block alone. `direct` and `remask` let the head
 
 Host synchronisations. The host waits for the device where a shape, or whether a forward runs, depends on the tokens:
 
-    every round      `BlockState.synchronise`: one transfer of eight numbers; one of them tells whether any scores that
+    every round      `BlockState.synchronise`: one transfer of nine numbers; one of them tells whether any scores that
                      were read allow no choice (`BlockState.note_faults`), which ends the call with an error
                      `on_progress` of `generate`: whether another column of new tokens can be emitted, once and again
                      after each column, because the stopping criteria may have ended rows
@@ -86,6 +86,7 @@ class Decoder:
         self.cache = BlockCache(len(state.tokens), self._capacity(), state.block_size, state.tokens.device)
         self.forwards = CachedForwards(model, self.cache, options)
         self.planner = Planner(model, options)
+        self.crossed_rows = 0  # in the current round
         self.drafter = Drafter(self.forwards, sampler, options)
         self.verifier = Verifier(sampler, options)
         self.remasker = None if options.revokes else HeadRemasker(self.forwards, sampler, options)
@@ -121,13 +122,14 @@ class Decoder:
         while self.state.running_rows:
             # the tokens that logits processors see stay the same during a round
             context = self.state.finished_tokens(self.pad_token_id) if self.sampler.processes else None
+            accepted, self.crossed_rows = self.state.accepted_drafts, 0
             self.decode_round(context)
             self.state.advance()
             everything.put(rows, self.state)
             on_progress(everything)
             self.state.running = everything.running[rows]
             self.state.synchronise()
-            self.planner.record(time.perf_counter())
+            self.planner.end(time.perf_counter(), self.state.accepted_drafts - accepted + self.crossed_rows)
             if self.state.fault is not None:
                 raise ValueError(self.fault_message(self.state.fault, rows))
             rows = rows[self.drop_ended_rows()]
@@ -246,7 +248,9 @@ class Decoder:
             hidden: the backbone's hidden states on all candidates, [R, C, B, H].
         """
         opened, row = step.opened, torch.arange(len(hidden), device=hidden.device)
-        total = int(opened.rows.sum())  # waits for the device: no head forward may run that no row needs
+        self.crossed_rows = total = int(
+            opened.rows.sum()
+        )  # waits for the device: no head forward may run that no row needs
         if not total:
             return
         confirmed = step.last, step.before, hidden[row, step.last]

@@ -102,10 +102,10 @@ class DecodingOptions:
         one_of("remask_criterion", self.remask_criterion, CRITERIA)
         for name in ("block_size", "mrp_drafts_per_head_step", "denoising_steps"):
             _whole(name, getattr(self, name))
-        if self.mrp_steps != "auto":
-            _whole("mrp_steps", self.mrp_steps, or_else='"auto"')
         if self.mrp_candidates is not None:
             _whole("mrp_candidates", self.mrp_candidates)
+        if self.mrp_steps != "auto":
+            _whole("mrp_steps", self.mrp_steps, or_else='"auto"')
         for name in ("mrp_acceptance_floor", "mrp_draft_threshold", "confidence_threshold"):
             _number(name, getattr(self, name), upper=1.0)
         residual = self.remask_criterion == "residual"

@@ -64,12 +64,8 @@ def mode_options(name: str, block_size: int) -> dict:
                 return {"mrp_mode": "remask", "remask_criterion": criterion} | _threshold(*tau)
             case ["direct", k]:
                 return {"mrp_mode": "direct", "mrp_steps": _count(k)}
-            case ["spec", k, *how] if tuple(how) in SPEC:
-                return {"mrp_mode": "spec", "mrp_steps": _count(k)} | SPEC[tuple(how)]
-            case ["auto", *how] if tuple(how) in SPEC:
-                return {"mrp_mode": "spec", "mrp_steps": "auto"} | SPEC[tuple(how)]
-            case ["graph", k, *how] if tuple(how) in SPEC:
-                return {"mrp_mode": "spec", "mrp_candidates": _count(k)} | SPEC[tuple(how)]
+            case ["spec" | "graph" | "auto" as kind, *how]:
+                return _speculative(kind, how)
     except ValueError:
         pass  # not a number, or out of range
     raise ValueError(
@@ -78,7 +74,19 @@ def mode_options(name: str, block_size: int) -> dict:
     )
 
 
-def _count(text: str) -> int:
+def _speculative(kind: str, how: list[str]) -> dict:
+    """Return the options of `spec-K...`, `graph-K...` and `auto...`."""
+    if kind == "auto":
+        number: dict = {"mrp_steps": "auto"}
+    else:
+        number = {"mrp_steps" if kind == "spec" else "mrp_candidates": _count(*how[:1])}
+        how = how[1:]
+    if tuple(how) not in SPEC:
+        raise ValueError(how)
+    return {"mrp_mode": "spec"} | number | SPEC[tuple(how)]
+
+
+def _count(text: str = "") -> int:
     if int(text) < 1:
         raise ValueError(text)
     return int(text)
