@@ -234,7 +234,7 @@ def _folder_to_load(source: str | PathLike, arguments: dict[str, Any]) -> tuple[
     """
     hub = _hub_arguments(arguments)
     config = arguments.get("config")
-    if getattr(config, "_commit_hash", None) is not None:
+    if getattr(config, "_commit_hash", None) is not None and not Path(source).is_dir():
         hub["revision"] = config._commit_hash
     folder, commit = checkpoint_folder(source, **hub)
     for name in HUB_ARGUMENTS:

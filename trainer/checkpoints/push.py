@@ -152,11 +152,11 @@ def push(
     revision: str | None = None,
     token: str | None = None,
     message: str = "Upload the checkpoint",
+    replace: bool = True,
 ) -> str:
     """Upload a checkpoint or a head in one commit.
 
-    The commit holds the files of `selected_files`. It also deletes weights and code at the top of the repository that
-    are not among them. If the upload fails, the repository stays as it was.
+    The commit holds the files of `selected_files`. If the upload fails, the repository stays as it was.
 
     Args:
         folder: a folder written by `convert`, `save_pretrained` or `save_head`.
@@ -165,6 +165,7 @@ def push(
         revision: branch to commit to; None means the main branch.
         token: access token; None uses the one that is stored on this machine.
         message: commit message.
+        replace: also delete weights and code at the top of the repository that are not among the files.
 
     Returns:
         The commit's URL.
@@ -179,7 +180,7 @@ def push(
     api = HfApi(token=token)
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
-        there = api.list_repo_files(repo_id, revision=revision)
+        there = api.list_repo_files(repo_id, revision=revision) if replace else []
         commit = api.create_commit(
             repo_id,
             [
