@@ -101,9 +101,15 @@ def _check_present(folder: Path, names: set[str]):
 
 def _code_files(folder: Path, config: dict) -> set[str]:
     """Return the code files that `auto_map` names and all files that they import from the same folder."""
-    if not config.get("auto_map"):
+    targets = config.get("auto_map")
+    if not targets:
         raise ValueError(f"{folder}/config.json has no auto_map: run `mrp convert` on it first")
-    files, unread = set(), {f"{target.split('.')[0]}.py" for target in config["auto_map"].values()}
+    if not isinstance(targets, dict) or not all(isinstance(target, str) for target in targets.values()):
+        raise ValueError(
+            f"{folder}/config.json: auto_map must map names to classes in files, got {targets!r:.60}: run `mrp "
+            "convert` on it again"
+        )
+    files, unread = set(), {f"{target.split('.')[0]}.py" for target in targets.values()}
     while unread:
         name = unread.pop()
         files.add(name)

@@ -49,6 +49,8 @@ def fetch(source: str | Path, revision: str | None = None) -> tuple[Path, str | 
         ValueError: when a revision of a local folder is asked for.
         OSError: when the source is not local and cannot be downloaded.
     """
+    if revision is not None and Path(local_source(source)).is_dir():  # "main" too, and with the name as it was given
+        raise ValueError(f"revision {revision} is for Hub ids, but {source} is a local folder: omit it")
     try:
         return checkpoint_folder(local_source(source), READ_PATTERNS, revision=revision)
     except OSError as error:

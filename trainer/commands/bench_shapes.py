@@ -57,7 +57,11 @@ def shapes(
     more. The rows of a batch are assumed to need the same rounds, so it is an upper bound for batches.
     """
     check_at_least(0, free_within=free_within, context=context)
-    check_at_least(1, layers=layers)
+    check_at_least(1, layers=layers, head_layers=head_layers, block_size=block_size, repeats=repeats)
+    for size in batch_sizes:
+        check_at_least(1, batch_sizes=size)
+    for count in candidates:
+        check_at_least(1, candidates=count)
 
     from modeling_mrp.options import one_of
 
@@ -68,6 +72,8 @@ def shapes(
 
     for name in shapes:
         one_of("--shapes", name, SHAPES)
+        if layers is not None and layers > SHAPES[name].num_hidden_layers:
+            raise ValueError(f"--layers {layers} is more than {name} has ({SHAPES[name].num_hidden_layers})")
     rates = None if accepted is None else read_accepted(accepted)
     on = usable_device(device)
     settings = {

@@ -46,6 +46,8 @@ STEPS = [2, 3, 4]
 # Arguments of generate that an evaluation sets itself.
 RESERVED = {"pad_token_id", "attention_mask", "inputs", "input_ids", "streamer"}
 RESERVED |= {"return_dict_in_generate", "num_return_sequences"}
+# Options of what --calibrate does not do: run a grid of modes, and write results.
+FOR_RESULTS = ("grid", "modes", "compare", "thresholds", "steps", "kl_prompts", "output", "plots", "record")
 
 
 class EvalCommand(MeasuringCommand, GenerateCommand):
@@ -320,6 +322,11 @@ def _refuse_combinations(context: typer.Context, grid: str | None, calibrate: in
         raise ValueError(
             f"--calibrate uses the first {calibrate} rows and stores the threshold beside MODEL's own head: leave "
             f"{flag(others[0])} out (mrp convert --head puts a head on a checkpoint)"
+        )
+    if calibrate is not None and (others := given(context, *FOR_RESULTS)):
+        raise ValueError(
+            f"--calibrate compares thresholds of remask and writes MODEL's config.json alone: leave {flag(others[0])} "
+            "out"
         )
 
 

@@ -33,7 +33,7 @@ logger = logging.get_logger(__name__)
 ROW_COLUMNS = ["input_ids", "answer_mask", "lengths", "sample_ids"]
 FEATURES = Features({column: [Value("int64")] for column in ROW_COLUMNS} | {"answer_mask": [Value("int8")]})
 LONG_SAMPLES = ("split", "drop")
-CACHE_VERSION = 3  # increase it when the contents of rows change
+CACHE_VERSION = 4  # increase it when the contents of rows change
 NUMBER_BITS = 10  # a sample id is row << 20 | sample within the row << 10 | piece of a split sample
 
 
@@ -53,8 +53,11 @@ def prepare_dataset(
 
     Three formats are known, by their columns. Of chats (`messages`, or `conversations` in from/value form) the
     assistant's turns are supervised, of `prompt` and `completion` (text or messages) the completion, and of `text`
-    everything. A chat may have tools in the column `tools`, as a list or JSON. Samples with nothing to supervise are
-    left out.
+    everything. A chat may have tools in the column `tools`, as a list or JSON, and its system message in the column
+    `system`. Samples with nothing to supervise are left out.
+
+    In Parquet and Arrow, nulls inside of messages and tools are taken as missing keys, since a column of structs has
+    one for every key that only other rows have. JSON keeps them.
 
     Args:
         dataset: a data set in one of these formats. A prepared one, such as those of `mrp trajectories`, is returned
