@@ -200,7 +200,18 @@ def test_positions_beyond_those_of_the_backbone_are_said_with_both_numbers(tiny_
     with pytest.warns(UserWarning, match="take 9 positions, more than max_position_embeddings=8") as caught:
         model.generate(ids, attention_mask=mask, max_new_tokens=6)
     assert len([warning for warning in caught if "positions" in str(warning.message)]) == 1
+    model = tiny_model(max_position_embeddings=8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.generate(ids, attention_mask=mask, max_new_tokens=5)
     assert not [warning for warning in caught if "positions" in str(warning.message)]
+
+
+def test_positions_beyond_those_of_the_backbone_are_said_once_per_model(tiny_model):
+    """Every call of another length said it again: an evaluation printed a page of warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model in (tiny_model(max_position_embeddings=8), tiny_model(max_position_embeddings=8)):
+            for count in (10, 11, 12):
+                model.generate(PROMPT, max_new_tokens=count)
+    assert len([warning for warning in caught if "positions" in str(warning.message)]) == 2

@@ -9,6 +9,7 @@ from transformers.utils import logging
 
 from .arguments import MRPTrainingArguments
 from .data.collator import MRPCollator
+from .data.wording import counted
 from .evaluation.acceptance import decodable, prompts_of
 from .trainer_inputs import check_fills_a_batch, warn_of_far_positions
 
@@ -51,7 +52,8 @@ class HeldOutPrompts(Trainer):
         prompts, refused = decodable(prompts_of(rows, self.args.decode_prompts, config.block_size), config)
         if refused != self._refused_prompts:
             for reason, count in refused.items():
-                logger.warning("%d held-out prompts are not decoded: %s", count, reason)
+                prompts_are = counted(count, "held-out prompt is", "held-out prompts are")
+                logger.warning("%s not decoded: %s", prompts_are, reason)
         self._refused_prompts = refused
         return prompts
 

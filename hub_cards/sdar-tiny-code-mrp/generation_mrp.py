@@ -214,7 +214,7 @@ class MRPGenerationMixin(GenerationMixin):
             check_mask(mask, input_ids)  # again: without a mask, transformers derives one from the pad tokens
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(self.device).bool()
         prompts, lengths = left_align(ids, valid)
-        warn_beyond_positions(lengths, max_new_tokens, self.config)
+        warn_beyond_positions(self, lengths, max_new_tokens)
 
         state = BlockState(
             prompts,

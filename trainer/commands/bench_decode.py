@@ -175,16 +175,17 @@ class TablePrinter:
 def _settings(model, name: str, prompts: list[list[int]], max_new_tokens: int, ignore_eos: bool, repeats: int) -> dict:
     """What is compared on which machine, in words, by names that no parameter of the command has."""
     from ..benchmarks.timing import machine
+    from ..data.wording import counted
 
     config, lengths = model.config, [len(prompt) for prompt in prompts]
     size = sum(parameter.numel() for parameter in model.model.parameters()) / 1e6
     end = "whatever they say" if ignore_eos else "up to their end of text"
     return {
         "machine": machine(model.device),
-        "network": f"{name}, backbone of {config.num_hidden_layers} layers of {config.hidden_size} "
+        "network": f"{name}, backbone of {counted(config.num_hidden_layers, 'layer')} of {config.hidden_size} "
         f"({size:.1f} M parameters), head of {config.num_mrp_layers}, vocabulary {config.vocab_size}, "
         f"blocks of {config.block_size}, {str(model.dtype).removeprefix('torch.')}",
-        "decoded": f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, at most {max_new_tokens} "
-        f"new tokens each, {end}",
+        "decoded": f"{counted(len(prompts), 'prompt')} of {min(lengths)} to {counted(max(lengths), 'token')}, "
+        f"at most {counted(max_new_tokens, 'new token')} each, {end}",
         "rounds": f"{repeats}, interleaved, after one that is not timed; medians",
     }

@@ -152,16 +152,17 @@ def build_model(
 def _settings(model: "MRPForDiffusionLM", name: str, step: StepChoice, device: "torch.device") -> dict[str, str]:
     """What was measured on which machine, in words, by names that no parameter of the command has."""
     from ..benchmarks.timing import machine
+    from ..data.wording import counted
 
     config = model.config
     head = str(model.mrp_head.eh_proj.weight.dtype).removeprefix("torch.")
     return {
         "machine": machine(device),
-        "network": f"{name}: backbone of {config.num_hidden_layers} layers of "
+        "network": f"{name}: backbone of {counted(config.num_hidden_layers, 'layer')} of "
         f"{config.hidden_size} in {str(model.lm_head.weight.dtype).removeprefix('torch.')}, head of "
         f"{config.num_mrp_layers} in {head}{', autocast to bfloat16' if step.bf16 else ''}, "
         f"vocabulary {config.vocab_size}, attention {config._attn_implementation}",
-        "step": f"{step.rows} rows of {step.sequence_length} tokens, K = {step.unroll_steps}"
+        "step": f"{counted(step.rows, 'row')} of {counted(step.sequence_length, 'token')}, K = {step.unroll_steps}"
         f"{f', choice_weight {step.choice_weight}' if step.choice_weight else ''}"
         f"{', gradient checkpointing' if step.gradient_checkpointing else ''}",
         "rounds": f"{step.repeats}, interleaved, after one that is not timed; medians",
@@ -169,6 +170,8 @@ def _settings(model: "MRPForDiffusionLM", name: str, step: StepChoice, device: "
 
 
 def _report(about: dict[str, str], result: "Result") -> str:
+    from ..data.wording import counted
+
     def shares(split: dict[str, float]) -> str:
         return ", ".join(f"{name} {share:.0%}" for name, share in split.items())
 
@@ -177,7 +180,7 @@ def _report(about: dict[str, str], result: "Result") -> str:
             *(f"{name:9} {value}" for name, value in about.items()),
             "",
             f"training step {result.step_seconds:8.3f} s, {result.tokens_per_second:.0f} tokens/s "
-            f"({result.supervised} supervised positions): {shares(result.split)}",
+            f"({counted(result.supervised, 'supervised position')}): {shares(result.split)}",
             f"bare work     {result.bare_seconds:8.3f} s: {shares(result.bare_split)}",
             f"ratio         {result.ratio:8.2f}",
         ]

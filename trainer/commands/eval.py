@@ -165,6 +165,7 @@ def evaluate(
 
     from ..checkpoints.loading import load
     from ..checkpoints.output_paths import check_output
+    from ..data.wording import counted
     from ..evaluation import plots as drawing
     from ..evaluation.calibration import check_can_store
     from ..evaluation.runs import Settings, read_eval_rows
@@ -203,7 +204,7 @@ def evaluate(
     summary, table = _summarise(loaded, tokenizer, rows[:kl_prompts], records, settings, folder)
     if plots:
         drawing.write_plots(summary, folder, f"{Path(model).name} on {Path(data).stem}")
-    print(json.dumps(summary) if as_json else f"{table}\n\n{len(rows)} prompts, written to {folder}")
+    print(json.dumps(summary) if as_json else f"{table}\n\n{counted(len(rows), 'prompt')}, written to {folder}")
     return Measurement(summary, {"prompts": len(rows), "options": options}, device=str(loaded.device))
 
 
@@ -320,7 +321,7 @@ def _refuse_combinations(context: typer.Context, grid: str | None, calibrate: in
         raise ValueError(f"--grid {grid} lists the modes itself: leave {flag(others[0])} out")
     if calibrate is not None and (others := given(context, "skip", "limit", "head", "full_head")):
         raise ValueError(
-            f"--calibrate uses the first {calibrate} rows and stores the threshold beside MODEL's own head: leave "
+            f"--calibrate uses the first rows of the data and stores the threshold beside MODEL's own head: leave "
             f"{flag(others[0])} out (mrp convert --head puts a head on a checkpoint)"
         )
     if calibrate is not None and (others := given(context, *FOR_RESULTS)):

@@ -27,6 +27,7 @@ from .chats import warn_of_late_ends
 from .encoding import TextEncoder
 from .reading import AnyDataset, is_json, row_of
 from .samples import RowFormat, format_of, samples_of
+from .wording import counted
 
 logger = logging.get_logger(__name__)
 
@@ -209,7 +210,8 @@ def _log_counts(tokens: Dataset, rows: Dataset, fit: "_Fit"):
     for batch in tokens.select_columns(["lengths", "answer_mask"]).iter(1000):
         counts.update(_fate(mask, length) for mask in batch["answer_mask"])
     total = sum(counts.values())
-    logger.info("%d samples in %d rows of at most %d tokens", total - counts["empty"], len(rows), length)
+    samples, limit = counted(total - counts["empty"], "sample"), counted(length, "token")
+    logger.info("%s in %s of at most %s", samples, counted(len(rows), "row"), limit)
     for fate in ("empty", "long"):
         if counts[fate]:
             logger.warning("%s, of %d", fit.outcome(fate, counts[fate]), total)
@@ -318,9 +320,11 @@ class _Fit:
     def outcome(self, fate: str, count: int) -> str:
         """Return in words what became of `count` samples whose fate is "long" or "empty"."""
         if fate == "empty":
-            return f"{count} samples have nothing to supervise and are left out"
+            samples = counted(count, "sample has", "samples have")
+            return f"{samples} nothing to supervise and {'is' if count == 1 else 'are'} left out"
         action = {"split": "split into several", "drop": "dropped"}[self.long_samples]
-        return f"{count} samples are longer than {self.sequence_length} tokens and are {action}"
+        samples, limit = counted(count, "sample is", "samples are"), counted(self.sequence_length, "token")
+        return f"{samples} longer than {limit} and {'is' if count == 1 else 'are'} {action}"
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:
