@@ -254,6 +254,8 @@ def test_another_column_system_is_refused_with_its_line(tokenizer, tmp_path, sys
     [
         ([{"from": "robot", "value": "one"}], "message 1: from must be one of human, gpt, system, .* got 'robot'"),
         ([TURNS[0], {"speaker": "x"}], "message 2: expected role and content, or from and value, got speaker"),
+        ([TURNS[0], {"role": "user", "content": None}], r"message 2: the user says nothing \(null\)"),
+        ([{"from": "human"}, SHARED[1]], "message 1: the user says nothing"),
         (["one"], "message 1: expected {.*}, got 'one'"),
         ("one", "expected a list of messages, got 'one'"),
     ],

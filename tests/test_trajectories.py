@@ -105,7 +105,9 @@ def test_command_writes_rows_that_train(tiny_model, word_tokenizer, tmp_path, ca
     assert MRPTrainer(model, args, train_dataset=rows).train().training_loss > 0
 
 
-@pytest.mark.parametrize("option, value", [("--out", "x.csv"), ("--samples", "0"), ("--max-new-tokens", "0")])
+@pytest.mark.parametrize(
+    "option, value", [("--out", "x.csv"), ("--samples", "0"), ("--max-new-tokens", "0"), ("--options", "[]")]
+)
 def test_bad_options_are_named(option, value, capsys):
     command = ["trajectories", "model", "--data", "data.jsonl", "--out", "x.parquet", option, value]
     assert main(command) == 2

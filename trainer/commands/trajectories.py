@@ -67,6 +67,8 @@ def trajectories(
         decoding = json.loads(options)
     except json.JSONDecodeError as error:
         raise ValueError(f"--options is not valid JSON: {error}") from error
+    if not isinstance(decoding, dict):
+        raise ValueError(f'--options must be a JSON object such as {{"do_sample": true}}, got {options}')
 
     from ..checkpoints.loading import load
     from ..data.reading import load_source

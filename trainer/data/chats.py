@@ -112,6 +112,8 @@ def _as_message(turn: Any, place: str, nulls_are_values: bool) -> dict:
         turn = {"role": SPEAKERS[turn["from"]], "content": turn.get("value")}
     if not isinstance(turn.get("role"), str):
         raise ValueError(f"{place}: expected role and content, or from and value, got {', '.join(turn) or '{}'}")
+    if turn["role"] in ("user", "system") and turn.get("content") is None:
+        raise ValueError(f"{place}: the {turn['role']} says nothing (null): remove the message or fill it in")
     turn = {key: item for key, item in turn.items() if item is not None or key == "content"}
     return turn if nulls_are_values else _without_absent(turn, keep="content")
 
