@@ -117,7 +117,6 @@ OPTIONS = [
     ({"bad_words_ids": [[5], [6, 7]]}, r"bad_words_ids and sequence_bias take single tokens only .* got \[6, 7\]"),
     ({"do_sample": True, "temperature": "nan"}, "temperature must be above 0 with do_sample=True, got 'nan'"),
     ({"do_sample": True, "temperature": float("nan")}, "temperature must be above 0 with do_sample=True, got nan"),
-    ({"suppress_tokens": 5}, "suppress_tokens must be a list of token ids, got 5"),
     ({"do_sample": True, "temperature": 0.0}, "temperature must be above 0 with do_sample=True, got 0.0"),
     ({"do_sample": True, "temperature": -1.0}, "temperature must be .*-1.0"),
     ({"max_new_tokens": 0}, "max_new_tokens"),

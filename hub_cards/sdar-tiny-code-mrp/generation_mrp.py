@@ -157,7 +157,7 @@ class MRPGenerationMixin(GenerationMixin):
             if name not in (*MODEL_ARGUMENTS, *UNSUPPORTED) and model_kwargs[name] is not None:
                 known = (*OPTION_NAMES, *stored, *MODEL_ARGUMENTS)
                 raise ValueError(f"unknown option {name!r} of generate.{nearest(name, known)}")
-        _check_values(generation_config)
+        _check_temperature(generation_config)
         values = {name: stored[name] for name in OPTION_NAMES if name in stored}
         generation_config.decoding_options = DecodingOptions.resolve(values | ours, self.config)
         return generation_config, model_kwargs
@@ -291,16 +291,11 @@ def _in_eval_mode(model):
                     module.training = training
 
 
-def _check_values(config: GenerationConfig):
-    """Raise for values of transformers' options that would fail later without their names."""
-    temperature, suppressed = config.temperature, config.suppress_tokens
-    if config.do_sample and temperature is not None:
-        if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
-            raise ValueError(
-                f"temperature must be above 0 with do_sample=True, got {temperature!r}: use do_sample=False"
-            )
-    if suppressed is not None and not isinstance(suppressed, list | tuple | torch.Tensor):
-        raise ValueError(f"suppress_tokens must be a list of token ids, got {suppressed!r}")
+def _check_temperature(config: GenerationConfig):
+    value = config.temperature
+    if not config.do_sample or value is None or (isinstance(value, int | float) and 0 < value < float("inf")):
+        return
+    raise ValueError(f"temperature must be above 0 with do_sample=True, got {value!r}: use do_sample=False")
 
 
 def _split_processors(processors):
