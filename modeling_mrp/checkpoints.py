@@ -201,7 +201,7 @@ def read_checkpoint(
             f"{source} has model_type {values.get('model_type')!r}, expected one of {', '.join(ARCHITECTURES)}: "
             "only SDAR checkpoints (Qwen3 architecture) can be wrapped"
         )
-    prefix = _head_prefix(tensor_names(folder))
+    prefix = head_prefix(tensor_names(folder))
     has_head = prefix is not None and num_mrp_layers != 0
     _override(values, "block_size", block_size)
     _override(values, "mask_token_id", mask_token_id)
@@ -209,8 +209,8 @@ def read_checkpoint(
     layers = values.pop("num_mrp_layers", values.get("num_nextn_predict_layers"))
     if prefix is None and layers and num_mrp_layers != 0:
         raise ValueError(
-            f"{source} lacks its head: {CONFIG} states {layers} layers, but there is no tensor {HEAD_PREFIX}*: copy "
-            "or download it again, or pass num_mrp_layers=0 (mrp convert --num-mrp-layers 0) for the backbone"
+            f"{source} lacks its head: {CONFIG} states num_mrp_layers={layers}, but there is no tensor {HEAD_PREFIX}*"
+            ": copy or download it again, or pass num_mrp_layers=0 (mrp convert --num-mrp-layers 0) for the backbone"
         )
     try:
         check_block_size(values)
@@ -235,7 +235,7 @@ def _folder_to_load(source: str | PathLike, arguments: dict[str, Any]) -> tuple[
     """
     hub = _hub_arguments(arguments)
     config = arguments.get("config")
-    if getattr(config, "_commit_hash", None) is not None:
+    if getattr(config, "_commit_hash", None) is not None and not Path(source).is_dir():
         hub["revision"] = config._commit_hash
     folder, commit = checkpoint_folder(source, **hub)
     for name in HUB_ARGUMENTS:
@@ -307,7 +307,12 @@ def _decode_with_head(generation_config: GenerationConfig) -> None:
         generation_config.mrp_steps = "auto"
 
 
-def _head_prefix(names: list[str]) -> str | None:
+def head_prefix(names: list[str]) -> str | None:
+    """Return what the names of the head's tensors begin with in a checkpoint; None if it holds no head.
+
+    Args:
+        names: names of all its tensors.
+    """
     for prefix in (HEAD_PREFIX, *PUBLISHED_HEAD_PREFIXES):
         if any(name.startswith(prefix) for name in names):
             return prefix
@@ -320,7 +325,7 @@ def _config(
     """Make our config from the `config.json` of the source, whose head has `layers` layers."""
     if has_head and num_mrp_layers is not None and num_mrp_layers != layers:
         raise ValueError(
-            f"num_mrp_layers={num_mrp_layers} contradicts {source}, whose head has {layers} layers: "
+            f"num_mrp_layers={num_mrp_layers} contradicts {source}, whose head has {layers}: "
             "omit it to keep that head, or pass 0 to drop the head"
         )
     fresh = default_layers if num_mrp_layers is None else num_mrp_layers

@@ -23,7 +23,9 @@ from .configuration_mrp import MRPConfig
 from .options import ALTERNATIVES, DecodingOptions
 
 RETAINED = 0.95  # weight of all earlier rounds beside a new one: the last 20 rounds or so count
-ASSUMED_SHARE = 0.3  # share of a forward's time that grows with its tokens, until forwards of two widths were measured
+# share of the time of a forward without drafts that grows with its tokens, until forwards of two widths were measured.
+# Low, so that drafting is tried, and with it two widths are measured
+ASSUMED_SHARE = 0.1
 ASSUMED_HEAD_STEP = 0.1  # time of a head step beside that of a forward, until one has been measured
 ASSUMED_DEPTH = 0.3  # time of a depth beside that of a head step, until both have been measured apart
 TRUST_IN_PROFILE = 20.0  # steps of this call that count as much as the profile

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import PretrainedConfig
@@ -33,16 +34,20 @@ def check_inputs(ids: torch.Tensor, mask: torch.Tensor | None, config: Pretraine
         raise ValueError(f"input_ids has a prompt of {longest} tokens, more than max_position_embeddings={limit}")
 
 
-def warn_beyond_positions(lengths: torch.Tensor, max_new_tokens: int, config: PretrainedConfig) -> None:
-    """Warn when prompts and new tokens may take more positions than the backbone was trained with.
+_warned: WeakSet[torch.nn.Module] = WeakSet()  # models whose user knows about the positions
+
+
+def warn_beyond_positions(model: torch.nn.Module, lengths: torch.Tensor, max_new_tokens: int) -> None:
+    """Warn, once per model, when prompts and new tokens may take more positions than the backbone was trained with.
 
     Args:
+        model: the model.
         lengths: number of tokens per prompt, [R].
         max_new_tokens: the most new tokens per row.
-        config: the model's config.
     """
-    longest, limit = int(lengths.max()) + max_new_tokens, config.max_position_embeddings
-    if longest > limit:
+    longest, limit = int(lengths.max()) + max_new_tokens, model.config.max_position_embeddings
+    if longest > limit and model not in _warned:
+        _warned.add(model)
         warnings.warn(
             f"a prompt and max_new_tokens={max_new_tokens} may take {longest} positions, more than "
             f"max_position_embeddings={limit}: text beyond them may be poor",

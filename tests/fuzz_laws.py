@@ -10,6 +10,7 @@ hypothesis has reduced its setting to a small one and printed it.
 import os
 import sys
 import time
+import warnings
 from itertools import count
 
 import transformers
@@ -29,6 +30,7 @@ def main() -> None:
     seconds, first = float(os.environ.get("MRP_FUZZ_SECONDS", 3600)), int(os.environ.get("MRP_FUZZ_SEED", 0))
     settings.load_profile("fuzz")
     transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", message="block_size=")
     started, drawn = time.monotonic(), 0
 
     def counted(setting):

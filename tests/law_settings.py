@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StoppingCriteria
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
@@ -90,6 +90,10 @@ class Setting:
         stop_tokens: ids at which this criterion stops any row.
         stop_strings: stop strings.
         scores: whether scores are returned.
+        processors: names of logits processors, out of `PROCESSORS`.
+        suppressed: `suppress_tokens`.
+        bad_words: single tokens of `bad_words_ids`.
+        block_size: block size of the call; None is the model's.
         seed: seed of the sampling noise.
     """
 
@@ -106,7 +110,37 @@ class Setting:
     stop_tokens: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     scores: bool = False
+    processors: tuple[str, ...] = ()
+    suppressed: tuple[int, ...] = ()
+    bad_words: tuple[int, ...] = ()
+    block_size: int | None = None
     seed: int = 0
+
+    def shape(self, before: list[int], scores: torch.Tensor) -> torch.Tensor:
+        """Scores [B, V] after the logits processors, given the tokens before the block."""
+        scores = scores.index_fill(-1, torch.tensor((*self.suppressed, *self.bad_words), dtype=torch.long), -torch.inf)
+        for name in self.processors:
+            scores = PROCESSORS[name](torch.tensor([before] * len(scores)), scores)
+        return scores
+
+
+class AfterToken(LogitsProcessor):
+    """Adds scores that depend on the last of the tokens so far; no token counts as the padding."""
+
+    def __call__(self, input_ids, scores):
+        last = input_ids[:, -1] if input_ids.shape[1] else input_ids.new_full((len(scores),), PAD)
+        token = torch.arange(scores.shape[-1])
+        return scores + 2 * torch.sin(1.0 + 3 * last[:, None] + 7 * token)
+
+
+class Squash(LogitsProcessor):
+    """A function of the scores alone, which does not keep their order."""
+
+    def __call__(self, input_ids, scores):
+        return torch.where(scores.isfinite(), 2 * torch.sin(scores), scores)
+
+
+PROCESSORS = {"after_token": AfterToken(), "squash": Squash()}
 
 
 class StopRows(StoppingCriteria):
@@ -209,7 +243,8 @@ def samplings(vocab_size: int) -> st.SearchStrategy[dict]:
 @st.composite
 def generate_calls(draw) -> Setting:
     model = draw(tiny_models())
-    size = model.block_size
+    block_size = draw(st.one_of(st.none(), st.integers(1, 6)))
+    size = block_size or model.block_size
     token = st.integers(0, model.vocab_size - 1).filter(lambda index: index != model.mask_token_id)
     lengths = st.one_of(st.integers(1, 3 * size + 1), st.sampled_from([1, size, 2 * size]))
     prompt = lengths.flatmap(lambda length: st.lists(token, min_size=length, max_size=length)).map(tuple)
@@ -219,6 +254,10 @@ def generate_calls(draw) -> Setting:
     mode = draw(modes(size))
     count = draw(st.integers(1, 3 * size + 1))
     limits = st.lists(st.integers(1, count + 1), min_size=len(prompts), max_size=len(prompts)).map(tuple)
+    ends = draw(st.lists(token, max_size=3, unique=True).map(tuple))
+    # with the mask, three ids of at least five are never chosen; transformers allows a bad word that ends a row
+    suppressed = draw(st.lists(token, max_size=2, unique=True).map(tuple))
+    bad_words = draw(st.lists(token.filter(lambda index: index not in ends), max_size=1).map(tuple))
     letters = st.text(alphabet=LETTERS[: model.vocab_size], min_size=1, max_size=2)
     return Setting(
         model=model,
@@ -229,10 +268,14 @@ def generate_calls(draw) -> Setting:
         left=draw(st.booleans()),
         sampling=sampling,
         copies=draw(st.integers(1, 3)) if sampling else 1,
-        ends=draw(st.lists(token, max_size=3, unique=True).map(tuple)),
+        ends=ends,
         stop_lengths=draw(st.one_of(st.none(), limits)),
         stop_tokens=draw(st.one_of(st.just(()), st.tuples(token))),
         stop_strings=draw(st.one_of(st.just(()), st.lists(letters, min_size=1, max_size=2, unique=True).map(tuple))),
         scores=draw(st.booleans()),
+        processors=draw(st.lists(st.sampled_from(sorted(PROCESSORS)), max_size=2, unique=True).map(tuple)),
+        suppressed=suppressed,
+        bad_words=bad_words,
+        block_size=block_size,
         seed=draw(st.integers(0, 10**6)),
     )

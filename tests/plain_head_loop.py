@@ -6,8 +6,8 @@ import torch
 class PlainLoop:
     """One row, no cache: `row` holds the tokens so far, `start` is where the current block begins."""
 
-    def __init__(self, model, prompt, new_tokens):
-        self.model = model
+    def __init__(self, model, prompt, new_tokens, shape):
+        self.model, self.shape = model, shape
         self.size, self.mask = model.config.block_size, model.config.mask_token_id
         self.prompt_length, self.end = len(prompt), len(prompt) + new_tokens
         self.row = list(prompt)
@@ -31,7 +31,8 @@ class PlainLoop:
         return output.logits[0, self.start :], output.corrected_logits[0, -1, self.start :]
 
     def probabilities(self, logits):
-        return logits.index_fill(-1, torch.tensor(self.mask), -torch.inf).softmax(-1)
+        scores = logits.float().index_fill(-1, torch.tensor(self.mask), -torch.inf)
+        return self.shape(self.row[: self.start], scores).softmax(-1)
 
     def picks(self, logits):
         """(position, token, confidence) of every masked position, the surest first."""
@@ -48,9 +49,14 @@ class PlainLoop:
         return self.picks(self.model(torch.tensor([self.row])).logits[0, self.start :])
 
 
-def direct(model, prompt, new_tokens, steps):
+def unshaped(before, scores):
+    """The scores of a block, given the tokens before it, without logits processors."""
+    return scores
+
+
+def direct(model, prompt, new_tokens, steps, shape=unshaped):
     """A backbone step, then up to `steps` head steps, each of one token."""
-    loop = PlainLoop(model, prompt, new_tokens)
+    loop = PlainLoop(model, prompt, new_tokens, shape)
 
     def step():
         before, states = list(loop.row), []
@@ -62,9 +68,9 @@ def direct(model, prompt, new_tokens, steps):
     return loop.decode(step)
 
 
-def remask(model, prompt, new_tokens, tau, criterion, threshold):
+def remask(model, prompt, new_tokens, tau, criterion, threshold, shape=unshaped):
     """All picks above tau except those that the head doubts; the most confident one always stays."""
-    loop = PlainLoop(model, prompt, new_tokens)
+    loop = PlainLoop(model, prompt, new_tokens, shape)
 
     def kept(before, after, at, token):
         if criterion == "residual":

@@ -40,8 +40,13 @@ def gumbel_noise(seed: int, row: int, positions: range, step: int, vocab_size: i
 
 
 def plain_decode(model, prompt, max_new_tokens, *, rule="low_confidence_static", tokens_per_step=1, threshold=0.9,
-                 bound=0.1, eos=(), temperature=None, truncate=lambda scores: scores, seed=0, copy=0):  # fmt: skip
-    """New tokens of one prompt (a list of ids), cut after the first end of text; `copy` numbers equal prompts."""
+                 bound=0.1, eos=(), temperature=None, truncate=lambda scores: scores, seed=0, copy=0,
+                 shape=lambda before, scores: scores, stale_steps=0):  # fmt: skip
+    """New tokens of one prompt (a list of ids), cut after the first end of text; `copy` numbers equal prompts.
+
+    `shape` maps the tokens before the block and the scores [B, V] to other scores. Each forward gives the logits of
+    one step and of up to `stale_steps` more.
+    """
     size, mask = model.config.block_size, model.config.mask_token_id
     row, end = list(prompt), len(prompt) + max_new_tokens
     while len(row) < end and not any(token in eos for token in row[len(prompt) :]):
@@ -49,9 +54,10 @@ def plain_decode(model, prompt, max_new_tokens, *, rule="low_confidence_static",
         row += [mask] * (start + size - len(row))
         step = 0
         while mask in row[start:]:
-            logits = model(torch.tensor([row])).logits[0, start:].float()
-            logits[:, mask] = -torch.inf
-            scores = logits / (temperature or 1.0)
+            if step % (1 + stale_steps) == 0:
+                logits = model(torch.tensor([row])).logits[0, start:].float()
+                logits[:, mask] = -torch.inf
+            scores = shape(row[:start], logits) / (temperature or 1.0)
             probabilities = scores.softmax(-1)
             scores = truncate(scores)
             if temperature:

@@ -149,3 +149,21 @@ def test_fsdp2_config_trains_the_head_of_one_process_and_resumes_it(config, tmp_
     state = torch.load(middle["adam"] / "optimizer.pt", weights_only=True)["state"]
     shapes = sorted(tuple(moment["exp_avg"].shape) for moment in state.values())
     assert shapes == sorted(tuple(parameter.shape) for parameter in model.mrp_head.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerate_config", ["accelerate-fsdp2.yaml", "accelerate-ddp.yaml"])
+def test_a_failure_to_decode_on_one_process_is_a_warning_on_both(config, tmp_path, accelerate_config):
+    """Under FSDP2 the other process waited for the weights of the next layer until its time was up, and the run was
+    lost. Under DDP the two had different figures, and might have chosen different best checkpoints.
+    """
+    write_data(tmp_path / "held-out.jsonl", [{"prompt": "what is", "completion": "so one plus two"}] * 4)
+    options = {"eval_data": str(tmp_path / "held-out.jsonl"), "eval_steps": 1, "decode_new_tokens": 4}
+    options |= {"per_device_train_batch_size": 1, "ddp_backend": "gloo", "ddp_timeout": 60}
+    done = launch_two(accelerate_config, "-m", "tests.failing_rank", "3", config("two", **options))
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "held-out prompts could not be decoded" in line]
+    assert sum("MemoryError('out of memory on one device')" in line for line in lines) == 3  # two evaluations, the end
+    assert sum("OtherProcessFailed('another process failed')" in line for line in lines) == 3
+    evaluations = [log for log in logs(tmp_path / "two") if "eval_loss" in log]
+    assert len(evaluations) == 2 and not any("eval_tokens_per_forward" in log for log in evaluations)

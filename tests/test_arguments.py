@@ -190,3 +190,16 @@ def test_training_data_are_refused_as_held_out_data(config):
 
 def test_one_reveal_count_needs_no_list(config):
     assert parse_arguments([config("reveal_counts: 2\n")])[2].reveal_counts == [2]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("max_grad_norm", float("nan"), "max_grad_norm must be at least 0 .0: no clipping., got nan"),
+        ("max_grad_norm", -1.0, "max_grad_norm must be at least 0 .0: no clipping., got -1.0"),
+        ("save_total_limit", 0, "save_total_limit must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_values_that_would_switch_an_option_off_in_silence_are_refused(tmp_path, option, value, message):
+    with pytest.raises(ValueError, match=message):
+        MRPTrainingArguments(str(tmp_path), **{option: value})

@@ -164,8 +164,52 @@ def test_command_prints_json(tiny_model, word_tokenizer, tmp_path, capsys):
     assert mrp(["bench", "decode", str(tmp_path), *arguments, "--max-new-tokens", "8", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["mode"] for row in result["rows"]] == ["static", "spec-2"]
-    assert result["prompts"].startswith("2 of 8 to 8 tokens")  # six words and the template's ". so"
-    assert "blocks of 4, float32" in result["model"]
+    assert result["decoded"].startswith("2 prompts of 8 to 8 tokens")  # six words and the template's ". so"
+    assert "blocks of 4, float32" in result["network"]
+
+
+@pytest.fixture
+def saved(tiny_model, word_tokenizer, tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("model")
+    word_tokenizer.save_pretrained("model")
+    return "model"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--modes", "spec-0"], "modes: unknown mode 'spec-0'"),
+        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+    ],
+)
+def test_arguments_are_checked_before_the_heading_is_printed(saved, capsys, words, expected):
+    """The heading of a table stood above the error."""
+    assert mrp(["bench", "decode", saved, "--raw", "--prompt", "one", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and expected in shown.err
+
+
+def test_recorded_settings_are_the_parameters_of_the_command(saved, tmp_path):
+    """`model` and `prompts` were overwritten with the sentences of the heading."""
+    command = [
+        "bench",
+        "decode",
+        saved,
+        "--prompt",
+        "one",
+        "--prompts",
+        "2",
+        "--batch-sizes",
+        "1",
+        "--modes",
+        "static",
+    ]
+    assert mrp([*command, "--max-new-tokens", "4", "--repeats", "1", "--record", str(tmp_path / "result.json")]) == 0
+    settings = json.loads((tmp_path / "result.json").read_text())["settings"]
+    assert settings["prompts"] == 2 and settings["model"] == "model"
+    assert settings["decoded"].startswith("2 prompts of ") and "backbone of 2 layers of 32" in settings["network"]
 
 
 def test_interleaved_runs_take_turns():

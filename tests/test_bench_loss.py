@@ -62,6 +62,11 @@ def test_benchmark_prints_a_table(uncompiled, capsys):
     assert [line[:11].strip() for line in lines[1:]] == NAMES
 
 
+def test_chunks_of_no_row_are_not_taken_for_the_default(capsys):
+    assert mrp(["bench", "loss", "--chunk-rows", "0", "--device", "cpu"]) == 2
+    assert "--chunk-rows must be at least 1, got 0" in capsys.readouterr().err
+
+
 def test_error_of_an_implementation_is_shown_as_its_note(uncompiled, monkeypatch):
     def of_another_version(*_):
         raise TypeError("unexpected keyword 'jsd_beta'")

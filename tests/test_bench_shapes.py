@@ -209,10 +209,17 @@ def test_command_predicts_as_far_as_the_rates_reach(monkeypatch, tmp_path, capsy
     [
         ("--context", "-5", "--context must be at least 0, got -5"),
         ("--layers", "0", "--layers must be at least 1, got 0"),
+        ("--layers", "99", "--layers 99 is more than 1.7b has (28)"),
+        ("--head-layers", "0", "--head-layers must be at least 1, got 0"),
+        ("--block-size", "0", "--block-size must be at least 1, got 0"),
+        ("--batch-sizes", "1,0", "--batch-sizes must be at least 1, got 0"),
+        ("--candidates", "0", "--candidates must be at least 1, got 0"),
+        ("--repeats", "0", "--repeats must be at least 1, got 0"),
         ("--shapes", "2b", "--shapes must be one of '1.7b', '4b', '8b', got '2b'"),
         ("--device", "xpu9", "--device xpu9 cannot be used here"),
     ],
 )
 def test_a_bad_option_is_named(capsys, option, value, message):
     assert mrp(["bench", "shapes", "--shapes", "1.7b", option, value]) == 2
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert message in shown.err and shown.out == ""

@@ -88,7 +88,7 @@ def test_command_prints_json(tiny_model, tmp_path, capsys, extra):
     assert result["ratio"] == pytest.approx(result["step_seconds"] / result["bare_seconds"])  # one round
     assert sum(result["split"].values()) == pytest.approx(1)
     assert sum(result["bare_split"].values()) == pytest.approx(1)
-    assert "backbone of 2 layers of 32 in float32, head of 1 in float32" in answer["model"]
+    assert "backbone of 2 layers of 32 in float32, head of 1 in float32" in answer["network"]
     assert answer["step"].endswith("choice_weight 0.1, gradient checkpointing" if extra else "K = 2")
 
 
@@ -109,6 +109,29 @@ def test_a_gpu_that_training_would_not_take_is_refused(capsys, monkeypatch):
     assert "got cuda:1: training takes the first GPU that it sees, so set CUDA_VISIBLE_DEVICES=1" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("option", ["--layers", "--block-size"])
+def test_sizes_of_a_shape_are_refused_for_a_checkpoint(capsys, option):
+    """They were ignored."""
+    assert mrp(["bench", "train", "words", option, "2", "--device", "cpu"]) == 2
+    assert f"{option} is for --shape, and MODEL words has its own: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--layers", "--head-layers", "--block-size"])
+def test_zero_is_not_taken_for_the_default(capsys, option):
+    assert mrp(["bench", "train", "--shape", "1.7b", option, "0", "--device", "cpu"]) == 2
+    assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_recorded_settings_are_the_parameters_of_the_command(tiny_model, tmp_path, monkeypatch):
+    """`model` was overwritten with the sentence of the heading."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("model")
+    sizes = ["--rows", "1", "--sequence-length", "8", "--unroll-steps", "1", "--repeats", "1", "--device", "cpu"]
+    assert mrp(["bench", "train", "model", *sizes, "--record", "result.json"]) == 0
+    settings = json.loads((tmp_path / "result.json").read_text())["settings"]
+    assert settings["model"] == "model" and settings["network"].startswith("model: backbone of 2 layers of 32")
 
 
 def test_model_or_shape_but_not_both(capsys):

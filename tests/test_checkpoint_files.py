@@ -83,7 +83,7 @@ def test_a_head_that_the_config_promises_must_be_there(saved):
     """A checkpoint that had lost all tensors of its head loaded as a plain backbone."""
     edit_tensors(saved, lambda tensors: [tensors.pop(name) for name in list(tensors) if "mrp_head" in name])
     with pytest.raises(
-        ValueError, match=r"lacks its head: config.json states 1 layers, but there is no tensor mrp_head"
+        ValueError, match=r"lacks its head: config.json states num_mrp_layers=1, but there is no tensor mrp_head"
     ):
         MRPForDiffusionLM.from_backbone(saved)
     with pytest.raises(ValueError, match="lacks its head"):

@@ -216,7 +216,7 @@ def test_a_published_head_is_kept_and_saved_under_our_names(golden_copy, tmp_pat
 
 def test_num_mrp_layers_contradicting_the_head_is_refused(golden_copy):
     held = json.loads((golden_copy / "config.json").read_text())["num_nextn_predict_layers"]
-    with pytest.raises(ValueError, match=f"num_mrp_layers=4 contradicts .* whose head has {held} layers"):
+    with pytest.raises(ValueError, match=f"num_mrp_layers=4 contradicts .* whose head has {held}: omit it"):
         MRPForDiffusionLM.from_backbone(golden_copy, num_mrp_layers=4)
     assert len(MRPForDiffusionLM.from_backbone(golden_copy, num_mrp_layers=held).mrp_head.layers) == held
 

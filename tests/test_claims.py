@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from hub_cards.tasks.tasks import TASKS
 from mrp_trainer.checkpoints.head_files import save_head
 from mrp_trainer.commands.claims import samples_of_task
 from mrp_trainer.commands.cli import main
@@ -242,6 +243,7 @@ def timeless(row):
 def test_json_holds_each_claim_with_the_command_that_repeats_it(folder, capsys):
     report = json.loads(run(capsys, *COMMAND, "--full-head", "full", "--json", "--output", "answers"))
     assert (report["model"], report["prompts"]) == ("model", 3)
+    assert report["note"] is None
     assert set(report["scale"]) == {"parameters", "block_size", "device", "dtype", "batch_size"}
     assert [row["name"] for row in report["rows"]] == list(CLAIMS)
     for row in report["rows"]:
@@ -254,6 +256,14 @@ def test_json_holds_each_claim_with_the_command_that_repeats_it(folder, capsys):
     for row in report["rows"][2:3] + report["rows"][4:5]:
         (again,) = json.loads(run(capsys, *row["command"].split()[1:], "--json"))["rows"]
         assert timeless(again) == timeless(row)
+
+
+def test_json_holds_the_note_on_samples_that_are_left_out(folder, capsys, monkeypatch):
+    """Only the heading of the text said that some samples were missing."""
+    monkeypatch.setattr("mrp_trainer.commands.claims.embedded_task", lambda *_: TASKS["words"])
+    monkeypatch.setattr(type(TASKS["words"]), "note", lambda self, split, count: "2 of 5 are left out")
+    command = ["claims", "words", "--prompts", "2", "--only", "lossless", "--max-new-tokens", "4", "--json"]
+    assert json.loads(run(capsys, *command))["note"] == "2 of 5 are left out"
 
 
 def test_a_full_head_is_measured_on_the_same_states(folder, capsys, tiny_model):

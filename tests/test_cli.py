@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from mrp_trainer.commands import cli
 from mrp_trainer.commands.cli import app, main
+from mrp_trainer.commands.parsing import generate_options
 
 ROOT = Path(__file__).parents[1]
 BLOCK4 = ROOT / "tests" / "golden" / "block4"
@@ -256,6 +257,21 @@ def test_none_leaves_an_option_unset(none):
 )
 def test_calibration_needs_no_number(words, count):
     assert values_of("eval", "words", "--data", "a", "--scorer", "exact", *words)["calibrate"] == count
+
+
+@pytest.mark.parametrize(
+    ("word", "options"),
+    [
+        ("--suppress-tokens=5", {"suppress_tokens": [5]}),
+        ("--suppress_tokens=[5, 6]", {"suppress_tokens": [5, 6]}),
+        ("--stop-strings=7", {"stop_strings": "7"}),
+        ("--stop-strings=[a, b]", {"stop_strings": ["a", "b"]}),
+        ("--stop-strings=none", {"stop_strings": None}),
+    ],
+)
+def test_one_token_and_one_stop_string_need_no_brackets(word, options):
+    """They ended in transformers with "'int' object is not iterable"."""
+    assert generate_options([word]) == options
 
 
 @pytest.mark.parametrize("name", ["sdar-tiny-mrp", "words"])

@@ -65,8 +65,18 @@ def test_conversion_to_no_head_keeps_the_backbone(golden_folder, tmp_path, with_
     ids = torch.cat([values["step.prefix"], values["step.block"]])[None].long()
     logits = model(ids, logits_to_keep=model.config.block_size).logits[0]
     torch.testing.assert_close(logits, values["step.backbone_logits"], rtol=0, atol=1e-4)
-    assert report.head == "none" and model.mrp_head is None
+    assert report.head == ("dropped" if with_head else "none") and model.mrp_head is None
     assert not any("mrp" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
+
+
+@pytest.mark.parametrize(("option", "value"), [("num_mrp_layers", 5), ("mrp_residual", False)])
+def test_an_option_that_contradicts_the_head_to_merge_is_refused(golden_folder, tmp_path, option, value):
+    """It was ignored: the new folder had the layers of the head."""
+    save_head(MRPForDiffusionLM.from_backbone(golden_folder), tmp_path / "head")
+    held = json.loads((tmp_path / "head" / "mrp_head_config.json").read_text())[option]
+    with pytest.raises(ValueError, match=f"{option}={value} contradicts the head in .*head, which has {held}: omit"):
+        convert(golden_folder, tmp_path / "out", head=tmp_path / "head", **{option: value})
+    convert(golden_folder, tmp_path / "out", head=tmp_path / "head", **{option: held})
 
 
 @pytest.mark.parametrize("stated", ["bfloat16", "float32", None])

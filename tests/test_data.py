@@ -191,8 +191,8 @@ def test_long_samples_are_split_or_dropped_and_counted(tokenizer, caplog):
     logger.removeHandler(caplog.handler)
     assert [len(ids) for _, ids in sorted(split.items())] == [8, 8, 5, 2]
     assert dropped == ["ok [EOS]"]
-    assert "1 samples are longer than 8 tokens and are split into several, of 2" in caplog.text
-    assert "1 samples are longer than 16 tokens and are dropped, of 2" in caplog.text
+    assert "1 sample is longer than 8 tokens and is split into several, of 2" in caplog.text
+    assert "1 sample is longer than 16 tokens and is dropped, of 2" in caplog.text
 
 
 def test_without_a_sequence_length_rows_hold_1024_tokens(tokenizer):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from hub_cards.tasks.tasks import TASKS
 from mrp_trainer.commands.demo import conclusion, demo, task_of
@@ -38,6 +39,24 @@ def test_json_rows_are_those_of_the_table(capsys, few_modes):
     assert (static["name"], static["wall_clock_ratio"], static["identical"]) == ("static", 1.0, 1.0)
     assert spec["accuracy"] == static["accuracy"] and spec["backbone_forwards"] < static["backbone_forwards"]
     assert dynamic["tokens_per_forward"] > static["tokens_per_forward"]
+
+
+def test_json_holds_the_note_on_samples_that_are_left_out(capsys, monkeypatch, few_modes):
+    """Only the heading of the table said that some samples were missing."""
+    for note, shown in (("2 of 5 are left out", "2 of 5 are left out"), ("", None)):
+        monkeypatch.setattr(type(TASK), "note", lambda self, split, count, note=note: note)
+        demo(samples=2, json=True)
+        assert json.loads(capsys.readouterr().out)["note"] == shown
+
+
+def test_one_sample_and_one_thread_are_singular(capsys, few_modes):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        demo(samples=1, batch_size=1)
+    finally:
+        torch.set_num_threads(threads)
+    assert ": 1 held-out sample, greedy, batches of 1, 1 CPU thread, float32" in capsys.readouterr().out
 
 
 def test_a_task_that_cannot_tell_right_from_wrong_has_no_accuracy(capsys, monkeypatch, few_modes):

@@ -112,7 +112,7 @@ def test_skipped_steps_change_nothing_and_are_counted(poisoned, tmp_path, caplog
     assert sorted(losses(tmp_path / "run")) == sorted(set(range(1, 11)) - STEPS)
     named = [rows_in(record.getMessage()) for record in caplog.records if "is skipped" in record.getMessage()]
     assert named == [[row] for row in BAD]
-    assert "4 of 10 steps were skipped" in caplog.text
+    assert "skipped 4 of 10 steps, whose loss" in caplog.text
 
 
 def test_logged_losses_are_means_over_the_steps_that_were_taken(poisoned, tmp_path):
@@ -142,7 +142,7 @@ def test_whole_step_is_skipped_under_accumulation(poisoned, tmp_path):
 
 
 def test_run_in_which_every_step_is_skipped_is_an_error(poisoned, tmp_path):
-    with pytest.raises(NonFiniteError, match="nothing was trained: 1 of 1 steps were skipped"):
+    with pytest.raises(NonFiniteError, match="nothing was trained: skipped 1 of 1 step, whose loss"):
         main([poisoned(per_device_train_batch_size=8, max_steps=1, skip_nonfinite_batches=True)])
     assert not (tmp_path / "run" / "mrp_head.safetensors").exists()
 

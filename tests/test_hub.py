@@ -188,6 +188,16 @@ def test_an_incomplete_folder_is_not_pushed(tmp_path):
         push(tmp_path, "org/mine")
 
 
+@pytest.mark.parametrize("auto_map", [3, {"AutoModel": 3}, ["modeling_mrp.MRPForDiffusionLM"]])
+def test_a_damaged_auto_map_is_named(tmp_path, auto_map):
+    """It ended with "'int' object has no attribute 'values'"."""
+    convert(BLOCK4, tmp_path / "out")
+    config = tmp_path / "out" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"auto_map": auto_map}))
+    with pytest.raises(ValueError, match=f"{config}: auto_map must map names to classes in files, got"):
+        selected_files(tmp_path / "out")
+
+
 def test_a_head_folder_is_complete_only_with_readable_weights(tmp_path, tiny_model):
     folder = save_head(tiny_model(), tmp_path / "head")
     selected_files(folder)  # raises if it is incomplete, as below

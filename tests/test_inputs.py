@@ -115,6 +115,8 @@ OPTIONS = [
     ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor needs left-to-right order"),
     ({"min_new_tokens": 2}, "MinLengthLogitsProcessor needs left-to-right order|MinNewTokens"),
     ({"bad_words_ids": [[5], [6, 7]]}, r"bad_words_ids and sequence_bias take single tokens only .* got \[6, 7\]"),
+    ({"do_sample": True, "temperature": "nan"}, "temperature must be above 0 with do_sample=True, got 'nan'"),
+    ({"do_sample": True, "temperature": float("nan")}, "temperature must be above 0 with do_sample=True, got nan"),
     ({"do_sample": True, "temperature": 0.0}, "temperature must be above 0 with do_sample=True, got 0.0"),
     ({"do_sample": True, "temperature": -1.0}, "temperature must be .*-1.0"),
     ({"max_new_tokens": 0}, "max_new_tokens"),
@@ -200,7 +202,18 @@ def test_positions_beyond_those_of_the_backbone_are_said_with_both_numbers(tiny_
     with pytest.warns(UserWarning, match="take 9 positions, more than max_position_embeddings=8") as caught:
         model.generate(ids, attention_mask=mask, max_new_tokens=6)
     assert len([warning for warning in caught if "positions" in str(warning.message)]) == 1
+    model = tiny_model(max_position_embeddings=8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.generate(ids, attention_mask=mask, max_new_tokens=5)
     assert not [warning for warning in caught if "positions" in str(warning.message)]
+
+
+def test_positions_beyond_those_of_the_backbone_are_said_once_per_model(tiny_model):
+    """Every call of another length said it again: an evaluation printed a page of warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model in (tiny_model(max_position_embeddings=8), tiny_model(max_position_embeddings=8)):
+            for count in (10, 11, 12):
+                model.generate(PROMPT, max_new_tokens=count)
+    assert len([warning for warning in caught if "positions" in str(warning.message)]) == 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from modeling_mrp import MRPConfig, checkpoint_files, checkpoints
+from modeling_mrp import MRPConfig, MRPForDiffusionLM, checkpoint_files, checkpoints
 from mrp_trainer.checkpoints.head_files import save_head
 from mrp_trainer.checkpoints.loading import default_attention, load, load_tokenizer
 
@@ -81,6 +81,20 @@ def test_a_separate_head_is_downloaded_once(folders, reads, monkeypatch, tiny_mo
     assert downloads == ["someone/head"] and len(reads) == 1
     for name, tensor in trained.mrp_head.state_dict().items():
         assert torch.equal(model.mrp_head.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("load_from", [MRPForDiffusionLM.from_pretrained, MRPForDiffusionLM.from_backbone])
+def test_a_revision_of_a_local_folder_is_refused(folders, load_from):
+    """It was ignored: whoever asked for an older commit got the files as they are now."""
+    with pytest.raises(ValueError, match="revision v1 is for Hub ids, but .* is a local folder: omit it"):
+        load_from(folders(1), revision="v1")
+    load_from(folders(1), revision="main")  # the default of many callers, which names no commit
+
+
+def test_a_config_from_the_hub_loads_weights_of_a_local_folder(folders):
+    config = MRPConfig.from_pretrained(folders(1))
+    config._commit_hash = "0" * 40  # where the config came from
+    MRPForDiffusionLM.from_pretrained(folders(1), config=config)
 
 
 def test_a_tokenizer_never_runs_the_code_of_its_folder(tmp_path, word_tokenizer):

@@ -1,12 +1,14 @@
 """Data as people have it: read as it was written, or refused with file, line and column, by every command alike."""
 
 import json
+import logging
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from mrp_trainer.commands.cli import main
 from mrp_trainer.commands.prompts import read_prompts
+from mrp_trainer.data.chats import conversation
 from mrp_trainer.data.json_lines import json_rows
 from mrp_trainer.data.reading import load_source, read_rows, row_of
 from mrp_trainer.data.rows import prepare_dataset
@@ -19,6 +21,7 @@ CHAT = (
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
 TURNS = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+TWO_CALLS = [{"city": "Paris"}, {"city": "Rome", "unit": "C"}]
 SHARED = [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]
 
 
@@ -75,6 +78,29 @@ def test_splits_of_a_folder_are_found_by_file_name_and_can_be_sliced(tmp_path):
     for streaming in (False, True):
         with pytest.raises(ValueError, match="nothing.*train.*test"):
             load_source(tmp_path, split="nothing", streaming=streaming)
+
+
+@pytest.mark.parametrize("kind", ["data.jsonl", "data.parquet", "saved", "saved-splits"])
+def test_a_slice_of_a_local_source_is_its_rows_in_every_reader(tmp_path, kind):
+    """The slice of a data set that save_to_disk had written was ignored, and eval refused all of them."""
+    rows = [{"prompt": str(number)} for number in range(9)]
+    path = tmp_path / kind
+    if kind == "data.jsonl":
+        path.write_text(lines(*rows))
+    elif kind == "data.parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    else:
+        saved = Dataset.from_list(rows)
+        (saved if kind == "saved" else DatasetDict(train=saved)).save_to_disk(path)
+    wanted = {"train": rows, "train[:3]": rows[:3], "train[-2:]+train[:1]": rows[-2:] + rows[:1]}
+    for split, expected in wanted.items():
+        assert contents(path, split=split) == expected
+        assert read_eval_rows(path, split=split) == expected
+    for split in ("test", "train[:x"):
+        with pytest.raises(ValueError, match=r"saved|data"):
+            load_source(path, split=split)
+    with pytest.raises(ValueError, match=r"split 'train\[:3\]': a stream can only be read as a whole"):
+        load_source(path, split="train[:3]", streaming=True)
 
 
 def test_a_changed_file_is_read_again(tmp_path):
@@ -193,11 +219,43 @@ def test_turns_with_from_and_value_are_the_same_conversation(tokenizer, tmp_path
     assert one == other == tokenizer("user one assistant")["input_ids"]
 
 
+@pytest.mark.parametrize("own", [[], [{"from": "system", "value": "so"}]])
+def test_a_column_system_is_the_system_message(tokenizer, tmp_path, own):
+    """It was dropped in silence: the head was trained, and the model asked, without it."""
+    system = {"role": "system", "content": "so"}
+    (tmp_path / "roles.jsonl").write_text(lines({"messages": [system, *TURNS]}, {"messages": TURNS}))
+    rows = {"system": "so", "conversations": own + SHARED}, {"system": "", "conversations": SHARED}
+    (tmp_path / "shared.jsonl").write_text(lines(*rows))
+    Dataset.from_list(list(rows)).to_parquet(tmp_path / "shared.parquet")
+    pair = {"system": "so", "prompt": TURNS[:1], "completion": TURNS[1:]}
+    (tmp_path / "pairs.jsonl").write_text(lines(pair, pair | {"system": None}))
+    expected = prepared(tmp_path / "roles.jsonl", tokenizer)
+    assert expected[0] != expected[1]
+    for name in ("shared.jsonl", "shared.parquet", "pairs.jsonl"):
+        assert prepared(tmp_path / name, tokenizer) == expected
+    (tmp_path / "question.jsonl").write_text(lines({"system": "so", "conversations": own + SHARED[:1]}))
+    [row] = read_eval_rows(tmp_path / "question.jsonl")
+    assert prompt_ids(tokenizer, row) == tokenizer("system so user one assistant")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "system, expected",
+    [(["so"], "column system must hold text, got .'so'."), ("then", "column system and .* system message differ")],
+)
+def test_another_column_system_is_refused_with_its_line(tokenizer, tmp_path, system, expected):
+    chat = [{"role": "system", "content": "so"}, *TURNS]
+    (tmp_path / "data.jsonl").write_text(lines({"messages": chat}, {"messages": chat, "system": system}))
+    with pytest.raises(ValueError, match=f"data.jsonl, line 2: {expected}"):
+        prepared(tmp_path / "data.jsonl", tokenizer)
+
+
 @pytest.mark.parametrize(
     "turns, expected",
     [
         ([{"from": "robot", "value": "one"}], "message 1: from must be one of human, gpt, system, .* got 'robot'"),
         ([TURNS[0], {"speaker": "x"}], "message 2: expected role and content, or from and value, got speaker"),
+        ([TURNS[0], {"role": "user", "content": None}], r"message 2: the user says nothing \(null\)"),
+        ([{"from": "human"}, SHARED[1]], "message 1: the user says nothing"),
         (["one"], "message 1: expected {.*}, got 'one'"),
         ("one", "expected a list of messages, got 'one'"),
     ],
@@ -233,6 +291,24 @@ def test_explicit_nulls_of_tool_arguments_reach_the_template(tokenizer, tmp_path
     answers = [messages[1] for messages in seen if len(messages) == 2 and "tool_calls" in messages[1]]
     assert [answer["tool_calls"][0]["arguments"] for answer in answers] == calls
     assert all("name" not in answer for answer in answers)
+
+
+@pytest.mark.parametrize("arguments, warned", [(TWO_CALLS, 1), ([TWO_CALLS[0]] * 2, 0)])
+def test_nulls_of_parquet_are_missing_keys_and_a_warning_says_so(tokenizer, tmp_path, caplog, arguments, warned):
+    """Whether a null was written or stands for a key of other rows cannot be told, which nothing said."""
+    rows = [
+        {"messages": [TURNS[0], {"role": "assistant", "content": "two", "tool_calls": [{"arguments": call}]}]}
+        for call in arguments
+    ]
+    Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
+    logging.Logger.warning_once.cache_clear()
+    caplog.set_level(logging.WARNING, "mrp_trainer")
+    given = [row_of(row, "") for row in load_source(tmp_path / "data.parquet")]
+    read = [conversation(row.content["messages"], row)[1]["tool_calls"][0]["arguments"] for row in given]
+    assert read == arguments
+    assert sum("nulls inside of messages and tools are taken as missing keys" in line for line in caplog.messages) == (
+        warned
+    )
 
 
 def test_a_conversation_that_ends_with_its_answer_is_no_question(tmp_path):

@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 from damage import DAMAGE, damage, snapshot
-from local_hub import LocalHub
 from train_runs import ENVIRONMENT, ON_TWO, TRAIN, checkpoints, head, logs, losses, run, same, unfinish
 
 from mrp_trainer.argument_parsing import parse_arguments
@@ -250,18 +249,6 @@ def test_memory_and_rows_are_logged(project, capsys):
     shown = capsys.readouterr().err
     assert "memory: about" in shown
     assert "25 samples in 25 rows of at most 16 tokens" in shown
-
-
-@pytest.mark.slow
-def test_every_save_pushes_the_head(project, tmp_path):
-    with LocalHub() as hub:
-        config = project(max_steps=2, save_steps=1, push_to_hub=True, hub_model_id="me/head", hub_always_push=True)
-        run(*TRAIN, config, **hub.environment(tmp_path / "cache"))
-    pushed = [commit.files.get("mrp_head.safetensors") for commit in hub.repositories["me/head"][1:]]
-    steps = [(tmp_path / "run" / f"checkpoint-{step}" / "mrp_head.safetensors").read_bytes() for step in (1, 2)]
-    assert len(pushed) > 2
-    assert set(pushed) <= set(steps)
-    assert pushed[-1] == steps[-1]
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ from mrp_trainer.train import build_trainer, main
 
 GOOD = {"prompt": "what is one ?", "completion": "so one . two and two . three then four . five"}
 BAD = {
-    "mask token": ("what is [MASK] ?", r"1 held-out prompts are not decoded: input_ids holds the mask token 3"),
+    "mask token": ("what is [MASK] ?", r"1 held-out prompt is not decoded: input_ids holds the mask token 3"),
     "too long": (
         "what is one plus two plus three minus four",
-        r"1 held-out prompts are not decoded: input_ids has a prompt of 9 tokens, more than max_position_embeddings=8",
+        r"1 held-out prompt is not decoded: input_ids has a prompt of 9 tokens, more than max_position_embeddings=8",
     ),
 }
 
@@ -85,7 +85,7 @@ def test_fewer_rows_than_a_batch_are_refused_when_incomplete_batches_are_dropped
     """This trained nothing and saved an untrained head with status 0."""
     config = project(per_device_train_batch_size=26, dataloader_drop_last=True, **limit)
     with pytest.raises(
-        ValueError, match="train_dataset has 25 rows, and dataloader_drop_last .* batch of 26 on each of 1"
+        ValueError, match="train_dataset has 25 rows, and dataloader_drop_last .* batch of 26 on each of 1 device:"
     ):
         main([config])
     assert not (tmp_path / "run" / "mrp_head.safetensors").exists()

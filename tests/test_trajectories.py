@@ -1,5 +1,7 @@
 """Trajectories: the states that decoding visits, as rows of training data."""
 
+import re
+
 import pytest
 import torch
 from datasets import Dataset, load_dataset
@@ -92,7 +94,9 @@ def test_command_writes_rows_that_train(tiny_model, word_tokenizer, tmp_path, ca
     out = tmp_path / "out.parquet"
     command = ["trajectories", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl"), "--out", str(out)]
     assert main([*command, "--max-new-tokens", "8", "--sequence-length", "32"]) == 0
-    assert "1 of 3 prompts leave no room for an answer: left out" in capsys.readouterr().out
+    shown = capsys.readouterr().out.replace("\r", "").splitlines()
+    assert shown[:2] == ["left out, since there is no room for an answer: 1 of 3 prompts", "2 of 2 prompts"]
+    assert re.fullmatch(r"\d+ answer tokens in 1 row: .*out.parquet", shown[2])
     rows = load_dataset("parquet", data_files=str(out), split="train")
     assert len(rows) == 1 and len(rows[0]["lengths"]) == 2
     args = MRPTrainingArguments(
@@ -101,7 +105,9 @@ def test_command_writes_rows_that_train(tiny_model, word_tokenizer, tmp_path, ca
     assert MRPTrainer(model, args, train_dataset=rows).train().training_loss > 0
 
 
-@pytest.mark.parametrize("option, value", [("--out", "x.csv"), ("--samples", "0"), ("--max-new-tokens", "0")])
+@pytest.mark.parametrize(
+    "option, value", [("--out", "x.csv"), ("--samples", "0"), ("--max-new-tokens", "0"), ("--options", "[]")]
+)
 def test_bad_options_are_named(option, value, capsys):
     command = ["trajectories", "model", "--data", "data.jsonl", "--out", "x.parquet", option, value]
     assert main(command) == 2

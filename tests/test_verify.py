@@ -124,7 +124,8 @@ def test_a_backbone_other_than_the_recorded_one_is_reported(tiny_model, word_tok
     word_tokenizer.save_pretrained(tmp_path / "whole")
     arguments = ["verify", str(tmp_path / "whole"), "--prompt", "so then", "--raw", "--max-new-tokens", "8"]
     assert main(arguments) == 0
-    assert "same      1/1  the backbone is source" in capsys.readouterr().out
+    heading, first, *_ = capsys.readouterr().out.splitlines()
+    assert heading.endswith("whole, float32, 1 prompt, K = 4") and first == "same      1/1  the backbone is source"
     model = MRPForDiffusionLM.from_pretrained(tmp_path / "whole")
     model.model.layers[1].mlp.down_proj.weight.data.mul_(1.5)
     model.save_pretrained(tmp_path / "whole")

@@ -205,6 +205,9 @@ class MRPTrainingArguments(TrainingArguments):
         super().__post_init__()
         refuse_accelerator_options(self.accelerator_config)
         _above_zero("muon_learning_rate", self.muon_learning_rate)
+        _at_least("save_total_limit", self.save_total_limit, 1)
+        if self.max_grad_norm is not None and not 0 <= self.max_grad_norm < float("inf"):
+            raise ValueError(f"max_grad_norm must be at least 0 (0: no clipping), got {self.max_grad_norm}")
         _at_least("unroll_steps", self.unroll_steps, 1)
         _at_least("decode_prompts", self.decode_prompts, 0)
         _at_least("decode_new_tokens", self.decode_new_tokens, 1)

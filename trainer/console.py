@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
+from .data.wording import counted
 from .evaluation.formatting import significant
 from .evaluation.head_metrics import by_depth
 
@@ -58,7 +59,8 @@ def log_line(logs: dict[str, float]) -> str:
     prefix = "eval_" if "eval_loss" in logs else ""
     parts = [f"{label} {logs[name]:.4g}" for name, label in LABELS.items() if name in logs]
     if "skipped_steps" in logs:
-        parts.append(f"skipped {logs['skipped_steps']} steps that were not finite")
+        skipped = counted(logs["skipped_steps"], "step that was", "steps that were")
+        parts.append(f"skipped {skipped} not finite")
     before, after = by_depth(logs, f"{prefix}kl_before"), by_depth(logs, f"{prefix}kl_after")
     if before:
         kl = " ".join(f"{significant(b)}>{significant(a)}" for b, a in zip(before, after, strict=True))

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from .arguments import MRPTrainingArguments
 from .data.collator import PADDING
 from .data.rows import NUMBER_BITS, length_of
+from .data.wording import counted
 from .head_checkpoints import HeadCheckpoints
 
 logger = logging.get_logger(__name__)
@@ -59,10 +60,10 @@ class FiniteSteps(HeadCheckpoints):
         if not self._skipped_in_run:
             return output
         steps = self._taken_in_run + self._skipped_in_run
-        counted = f"{self._skipped_in_run} of {steps} steps were skipped: their loss or gradient was not finite"
+        skipped = f"skipped {self._skipped_in_run} of {counted(steps, 'step')}, whose loss or gradient was not finite"
         if not self._taken_in_run:
-            raise NonFiniteError(f"nothing was trained: {counted}")
-        logger.warning(counted)
+            raise NonFiniteError(f"nothing was trained: {skipped}")
+        logger.warning(skipped)
         return output._replace(training_loss=output.training_loss * steps / self._taken_in_run)
 
     def training_step(

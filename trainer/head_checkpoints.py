@@ -1,7 +1,6 @@
 """Checkpoints of a training run: the head instead of the whole model, and a record of the run."""
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +10,12 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 
 from .checkpoints.durable import seal, staged, unseal, write_text, writing
-from .checkpoints.head_files import HEAD_CONFIG, HEAD_WEIGHTS, check_head_fits, load_head, save_head
+from .checkpoints.head_files import HEAD_CONFIG, check_head_fits, load_head, save_head
 from .checkpoints.resume import LOG_WINDOW, check_settings, fault_of, last_checkpoint, owned, resume_run, start_run
 from .checkpoints.run_record import RunRecord, read_record
 from .checkpoints.run_settings import OPTIMIZER_SETTINGS, differences, run_settings
@@ -24,9 +23,10 @@ from .checkpoints.sharded import whole_state
 from .data.content_hash import content_hash
 from .data.rows import is_streamed, length_of
 from .data.streams import EndlessStream
+from .hub_uploads import HubUploads
 
 
-class HeadCheckpoints(Trainer):
+class HeadCheckpoints(HubUploads):
     """A `Trainer` whose checkpoints hold the head, the optimizer and the state of the training, never the backbone.
 
     A run is recorded in its output folder and in every checkpoint, and a checkpoint is resumed from only by the run
@@ -202,16 +202,6 @@ class HeadCheckpoints(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()  # the checksums are taken when all ranks have written theirs
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push the last checkpoint, head included: transformers copies only the files that it knows."""
-        if self.args.should_save:
-            seal(checkpoint_folder)  # it is complete, and may be uploaded as a whole
-            names = [name for name in (HEAD_WEIGHTS, HEAD_CONFIG) if (Path(checkpoint_folder) / name).is_file()]
-            with staged(self.args.output_dir) as staging:
-                for name in names:
-                    shutil.copy(Path(checkpoint_folder) / name, staging)
-        super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write whole tensors under FSDP2 too, so that any number of processes can resume, sharded or not."""

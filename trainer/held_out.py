@@ -9,7 +9,9 @@ from transformers.utils import logging
 
 from .arguments import MRPTrainingArguments
 from .data.collator import MRPCollator
+from .data.wording import counted
 from .evaluation.acceptance import decodable, prompts_of
+from .failing_together import failing_together
 from .trainer_inputs import check_fills_a_batch, warn_of_far_positions
 
 logger = logging.get_logger(__name__)
@@ -51,14 +53,16 @@ class HeldOutPrompts(Trainer):
         prompts, refused = decodable(prompts_of(rows, self.args.decode_prompts, config.block_size), config)
         if refused != self._refused_prompts:
             for reason, count in refused.items():
-                logger.warning("%d held-out prompts are not decoded: %s", count, reason)
+                prompts_are = counted(count, "held-out prompt is", "held-out prompts are")
+                logger.warning("%s not decoded: %s", prompts_are, reason)
         self._refused_prompts = refused
         return prompts
 
     def decode_held_out(self, measure: Callable[..., dict | None]) -> dict | None:
         """Return what a function measures on the held-out prompts, decoded with the head in chains of K head steps.
 
-        Whatever goes wrong is a warning: figures are not worth the loss of a run.
+        Whatever goes wrong is a warning, on all processes if it goes wrong on one: figures are not worth the loss of a
+        run.
 
         Args:
             measure: called with model, prompts, number of drafts and number of new tokens.
@@ -72,7 +76,8 @@ class HeldOutPrompts(Trainer):
             return None
         model.eval()
         try:
-            return measure(model, prompts, args.unroll_steps + 1, args.decode_new_tokens)
+            with failing_together(model, args.device):
+                return measure(model, prompts, args.unroll_steps + 1, args.decode_new_tokens)
         except Exception as error:
             logger.warning("held-out prompts could not be decoded, and their figures are missing: %r", error)
             return None

@@ -35,6 +35,8 @@ def recorded_settings(
             "train_split": data_args.train_split,
             "data_config": data_args.data_config,
             "shuffle_buffer": data_args.shuffle_buffer,
+            "prompt_field": data_args.prompt_field,
+            "answer_field": data_args.answer_field,
         }
     return settings
 

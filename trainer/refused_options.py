@@ -5,6 +5,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.trainer_utils import HubStrategy
 
 NO_LABELS = "the loss compares the head with the backbone, and there are no labels"
 NO_PREDICTIONS = "an evaluation keeps sums on the device and gathers no predictions"
@@ -39,6 +40,7 @@ REFUSED = {
 }
 # Muon trains the matrices and torch's AdamW the rest, each as torch configures it.
 REFUSED_WITH_MUON = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
+CHECKPOINT_UPLOADS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 # These optimizers take their steps during the backward pass, before a gradient can be checked.
 STEPS_IN_BACKWARD = re.compile("lomo|layerwise")
 ACCELERATOR = {"split_batches": False, "even_batches": True}  # the only values under which every row counts once
@@ -69,6 +71,11 @@ def refuse_unsupported(args: TrainingArguments, muon: bool) -> None:
             raise ValueError(f"{option.name}={value!r} is not supported: {reasons[option.name]}")
     if STEPS_IN_BACKWARD.search(str(args.optim)):
         raise ValueError(f"optim={args.optim} is not supported: it takes steps before their gradients can be checked")
+    if args.hub_strategy in CHECKPOINT_UPLOADS:
+        raise ValueError(
+            f"hub_strategy={HubStrategy(args.hub_strategy).value} is not supported: it uploads checkpoints with their "
+            "optimizer states; use every_save or end"
+        )
     metric = args.metric_for_best_model
     if metric is not None and not FIGURE.fullmatch(metric):
         known = ", ".join(f"{name}_1" for name in DEPTHS)

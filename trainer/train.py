@@ -35,6 +35,7 @@ from .checkpoints.output_paths import check_output
 from .checkpoints.resume import last_checkpoint
 from .data.reading import load_source
 from .data.rows import is_streamed, prepare_dataset
+from .hub_uploads import check_hub_options
 from .memory import advice, estimate_memory, free_memory
 from .mrp_trainer import MRPTrainer
 from .recorded_settings import recorded_settings
@@ -78,6 +79,7 @@ def train(argv: list[str]) -> int:
     model_args, data_args, args = parse_arguments(argv)
     show_log_lines(logging.INFO if args.process_index == 0 else logging.WARNING)
     check_output("output_dir", args.output_dir, folder=True)
+    check_hub_options(args)
     resume = resuming(args)
     trainer = build_trainer(model_args, data_args, args)
     checkpoint = checkpoint_to_resume(args)
@@ -93,8 +95,8 @@ def train(argv: list[str]) -> int:
     interrupt = SaveOnInterrupt()
     trainer.add_callback(interrupt)
     trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model()
     trainer.save_state()
+    trainer.save_model()  # after the rest, since it may upload the head and fail to
     if interrupt.requested.is_set():
         return INTERRUPTED
     trainer.finish_run()

@@ -15,6 +15,7 @@ from .arguments import MRPTrainingArguments
 from .checkpoints.lora import without_peft
 from .data.collator import MRPCollator
 from .data.rows import length_of, prepare_dataset
+from .data.wording import counted
 
 logger = logging.get_logger(__name__)
 
@@ -112,9 +113,9 @@ def check_fills_a_batch(name: str, dataset: Any, batch_size: int, args: MRPTrain
         raise ValueError(f"{name} has no rows")
     if rows is not None and args.dataloader_drop_last and rows < batch_size * args.world_size:
         raise ValueError(
-            f"{name} has {rows} rows, and dataloader_drop_last drops what does not fill a batch of {batch_size} on "
-            f"each of {args.world_size} devices: nothing would remain. Lower the batch size or remove "
-            "dataloader_drop_last"
+            f"{name} has {counted(rows, 'row')}, and dataloader_drop_last drops what does not fill a batch of "
+            f"{batch_size} on each of {counted(args.world_size, 'device')}: nothing would remain. Lower the batch "
+            "size or remove dataloader_drop_last"
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers import GenerationConfig
 
 from .checkpoint_files import (
     CONFIG,
@@ -101,7 +102,7 @@ class CheckpointMixin:
             model.name_or_path = model.config._name_or_path = str(source)
             model.config._commit_hash = commit
         if source is not None and model.mrp_head is not None and not (Path(folder) / GENERATION_CONFIG).is_file():
-            model.generation_config.mrp_mode = "spec"
+            _decode_with_head(model.generation_config)
         model.generation_config._from_model_config = False  # otherwise the next reload would lose its options
         model.freeze_backbone()
         return (model, info) if with_info else model
@@ -163,7 +164,7 @@ class CheckpointMixin:
         if model.mrp_head is None:
             model.generation_config.mrp_mode = None
         elif getattr(model.generation_config, "mrp_mode", None) is None:
-            model.generation_config.mrp_mode = "spec"
+            _decode_with_head(model.generation_config)
         if head_init == "backbone_layers" and not checkpoint.has_head:
             model.copy_backbone_layers_to_head()
         return model
@@ -200,7 +201,7 @@ def read_checkpoint(
             f"{source} has model_type {values.get('model_type')!r}, expected one of {', '.join(ARCHITECTURES)}: "
             "only SDAR checkpoints (Qwen3 architecture) can be wrapped"
         )
-    prefix = _head_prefix(tensor_names(folder))
+    prefix = head_prefix(tensor_names(folder))
     has_head = prefix is not None and num_mrp_layers != 0
     _override(values, "block_size", block_size)
     _override(values, "mask_token_id", mask_token_id)
@@ -208,8 +209,8 @@ def read_checkpoint(
     layers = values.pop("num_mrp_layers", values.get("num_nextn_predict_layers"))
     if prefix is None and layers and num_mrp_layers != 0:
         raise ValueError(
-            f"{source} lacks its head: {CONFIG} states {layers} layers, but there is no tensor {HEAD_PREFIX}*: copy "
-            "or download it again, or pass num_mrp_layers=0 (mrp convert --num-mrp-layers 0) for the backbone"
+            f"{source} lacks its head: {CONFIG} states num_mrp_layers={layers}, but there is no tensor {HEAD_PREFIX}*"
+            ": copy or download it again, or pass num_mrp_layers=0 (mrp convert --num-mrp-layers 0) for the backbone"
         )
     try:
         check_block_size(values)
@@ -234,7 +235,7 @@ def _folder_to_load(source: str | PathLike, arguments: dict[str, Any]) -> tuple[
     """
     hub = _hub_arguments(arguments)
     config = arguments.get("config")
-    if getattr(config, "_commit_hash", None) is not None:
+    if getattr(config, "_commit_hash", None) is not None and not Path(source).is_dir():
         hub["revision"] = config._commit_hash
     folder, commit = checkpoint_folder(source, **hub)
     for name in HUB_ARGUMENTS:
@@ -299,7 +300,19 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 
-def _head_prefix(names: list[str]) -> str | None:
+def _decode_with_head(generation_config: GenerationConfig) -> None:
+    """Let `generate` draft with the head, as far as it pays, unless it is told otherwise."""
+    generation_config.mrp_mode = "spec"
+    if getattr(generation_config, "mrp_steps", None) is None:
+        generation_config.mrp_steps = "auto"
+
+
+def head_prefix(names: list[str]) -> str | None:
+    """Return what the names of the head's tensors begin with in a checkpoint; None if it holds no head.
+
+    Args:
+        names: names of all its tensors.
+    """
     for prefix in (HEAD_PREFIX, *PUBLISHED_HEAD_PREFIXES):
         if any(name.startswith(prefix) for name in names):
             return prefix
@@ -312,7 +325,7 @@ def _config(
     """Make our config from the `config.json` of the source, whose head has `layers` layers."""
     if has_head and num_mrp_layers is not None and num_mrp_layers != layers:
         raise ValueError(
-            f"num_mrp_layers={num_mrp_layers} contradicts {source}, whose head has {layers} layers: "
+            f"num_mrp_layers={num_mrp_layers} contradicts {source}, whose head has {layers}: "
             "omit it to keep that head, or pass 0 to drop the head"
         )
     fresh = default_layers if num_mrp_layers is None else num_mrp_layers

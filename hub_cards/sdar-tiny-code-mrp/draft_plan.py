@@ -23,10 +23,13 @@ from .configuration_mrp import MRPConfig
 from .options import ALTERNATIVES, DecodingOptions
 
 RETAINED = 0.95  # weight of all earlier rounds beside a new one: the last 20 rounds or so count
-ASSUMED_SHARE = 0.3  # share of a forward's time that grows with its tokens, until forwards of two widths were measured
+# share of the time of a forward without drafts that grows with its tokens, until forwards of two widths were measured.
+# Low, so that drafting is tried, and with it two widths are measured
+ASSUMED_SHARE = 0.1
 ASSUMED_HEAD_STEP = 0.1  # time of a head step beside that of a forward, until one has been measured
 ASSUMED_DEPTH = 0.3  # time of a depth beside that of a head step, until both have been measured apart
 TRUST_IN_PROFILE = 20.0  # steps of this call that count as much as the profile
+REVIEWED_EVERY = 4  # rounds that follow a plan before it is compared with the others again, which takes time too
 HYSTERESIS = 1.03  # another plan has to promise this much more: expectations are noisy
 
 
@@ -153,13 +156,13 @@ class Costs:
         # how far the rounds of a plan went, on average: with many rows, further than the profile of one row says
         self.extent: dict[Gain, tuple[float, float, float]] = {}  # tokens per row, depths, head steps
 
-    def add(self, gain: Gain, cost: RoundCost, forward: float) -> None:
+    def add(self, gain: Gain, cost: RoundCost, forward: float, block_size: int) -> None:
         """Add a round of a plan, whose forward and verification took the given seconds."""
         self.forward.add(1.0, cost.tokens, forward)
         if cost.depths:
             self.drafting.add(cost.depths, cost.head_steps, cost.drafting)
         new = (cost.tokens / cost.rows, float(cost.depths), float(cost.head_steps))
-        old = self.extent.get(gain, new)
+        old = self._extent(gain, block_size)
         self.extent[gain] = tuple(RETAINED * a + (1 - RETAINED) * b for a, b in zip(old, new, strict=True))
 
     def seconds(self, gain: Gain, plain: Gain, rows: int, block_size: int) -> float:
@@ -171,14 +174,17 @@ class Costs:
             rows: number of running rows.
             block_size: tokens per block.
         """
-        of_profile = gain.tokens * block_size, gain.depths, gain.head_steps
-        tokens, depths, head_steps = self.extent.get(gain, of_profile)
+        tokens, depths, head_steps = self._extent(gain, block_size)
         plain_tokens = plain.tokens * block_size * rows
         ratio = (1 - ASSUMED_SHARE) / ASSUMED_SHARE * plain_tokens
         per_forward, per_token = self.forward.coefficients(ratio) or (ratio, 1.0)
         assumed = ASSUMED_HEAD_STEP * (per_forward + per_token * plain_tokens)
         per_depth, per_head_step = self.drafting.coefficients(ASSUMED_DEPTH) or (ASSUMED_DEPTH * assumed, assumed)
         return per_forward + per_token * tokens * rows + per_depth * depths + per_head_step * head_steps
+
+    def _extent(self, gain: Gain, block_size: int) -> tuple[float, float, float]:
+        """Return how far the rounds of a plan go: as observed, starting from the profile."""
+        return self.extent.get(gain, (gain.tokens * block_size, gain.depths, gain.head_steps))
 
 
 _remembered: WeakKeyDictionary[torch.nn.Module, dict[tuple, Costs]] = WeakKeyDictionary()
@@ -205,12 +211,16 @@ class Planner:
         self.key = str(model.device), str(model.dtype), options.mrp_draft
         self.costs = _remembered.setdefault(model, {})
         self.chosen = self.plain
+        self.reviewed_in = 0  # rounds
         self.gained = self.expected = TRUST_IN_PROFILE  # steps beyond the first of a round, per row
 
     def plan(self, rows: int) -> DraftPlan:
         """Return the plan of the next round for this number of running rows."""
         if self.fixed is not None:
             return self.fixed
+        self.reviewed_in = (self.reviewed_in or REVIEWED_EVERY) - 1
+        if self.reviewed_in != REVIEWED_EVERY - 1:
+            return self.chosen.plan(self.block_size)
         costs, ratio = self._costs(rows), self.gained / self.expected
         pace = {
             gain: (1 + (gain.steps - 1) * ratio) / costs.seconds(gain, self.plain, rows, self.block_size)
@@ -237,7 +247,7 @@ class Planner:
         cost, self.round = self.round, None
         if cost is None or self.fixed is not None:
             return
-        self._costs(cost.rows).add(self.chosen, cost, now - cost.drafted)
+        self._costs(cost.rows).add(self.chosen, cost, now - cost.drafted, self.block_size)
         if self.chosen.steps > 1:
             self.gained = RETAINED * self.gained + gained / cost.rows
             self.expected = RETAINED * self.expected + self.chosen.steps - 1

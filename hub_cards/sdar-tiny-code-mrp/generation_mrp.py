@@ -157,12 +157,10 @@ class MRPGenerationMixin(GenerationMixin):
             if name not in (*MODEL_ARGUMENTS, *UNSUPPORTED) and model_kwargs[name] is not None:
                 known = (*OPTION_NAMES, *stored, *MODEL_ARGUMENTS)
                 raise ValueError(f"unknown option {name!r} of generate.{nearest(name, known)}")
-        temperature = generation_config.temperature
-        if generation_config.do_sample and temperature is not None and not temperature > 0:
-            raise ValueError(
-                f"temperature must be above 0 with do_sample=True, got {temperature}: use do_sample=False"
-            )
+        _check_temperature(generation_config)
         values = {name: stored[name] for name in OPTION_NAMES if name in stored}
+        if ours.get("mrp_candidates") is not None and values.get("mrp_steps") == "auto":
+            del values["mrp_steps"]  # a number that is asked for is not a bound of the checkpoint's default
         generation_config.decoding_options = DecodingOptions.resolve(values | ours, self.config)
         return generation_config, model_kwargs
 
@@ -214,7 +212,7 @@ class MRPGenerationMixin(GenerationMixin):
             check_mask(mask, input_ids)  # again: without a mask, transformers derives one from the pad tokens
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(self.device).bool()
         prompts, lengths = left_align(ids, valid)
-        warn_beyond_positions(lengths, max_new_tokens, self.config)
+        warn_beyond_positions(self, lengths, max_new_tokens)
 
         state = BlockState(
             prompts,
@@ -293,6 +291,13 @@ def _in_eval_mode(model):
             else:
                 for module in trained:
                     module.training = True
+
+
+def _check_temperature(config: GenerationConfig):
+    value = config.temperature
+    if not config.do_sample or value is None or (isinstance(value, int | float) and 0 < value < float("inf")):
+        return
+    raise ValueError(f"temperature must be above 0 with do_sample=True, got {value!r}: use do_sample=False")
 
 
 def _split_processors(processors):

@@ -33,15 +33,19 @@ def checkpoint_folder(
         source: a folder or a Hub id.
         files: patterns of the files to download; files in nested folders are never downloaded.
         subfolder: folder inside the source that holds the checkpoint.
-        hub: arguments of `snapshot_download` (revision, token, cache_dir, ...); without effect on a folder.
+        hub: arguments of `snapshot_download` (revision, token, cache_dir, ...); a folder has no revision other than
+            "main", the Hub's default, and the others have no effect on it.
 
     Returns:
         The folder, and the commit that it was downloaded from (None for a local one).
 
     Raises:
+        ValueError: when a revision of a folder is asked for.
         OSError: when the source is neither a folder nor can be downloaded.
     """
     if Path(source).is_dir():
+        if hub.get("revision") not in (None, "main"):
+            raise ValueError(f"revision {hub['revision']} is for Hub ids, but {source} is a local folder: omit it")
         return Path(source) / subfolder, None
     if Path(source).exists():
         raise OSError(f"{source} is a file: expected the folder of a checkpoint")

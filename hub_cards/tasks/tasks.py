@@ -112,10 +112,10 @@ class PythonFunctions:
         left_out = self.left_out(split, n)
         if not left_out:
             return ""
-        total = len(self.references.splits[split][:n])
+        total, verb = len(self.references.splits[split][:n]), "is" if left_out == 1 else "are"
         return (
-            f"{left_out} of {total} held-out functions are missing or different in Python "
-            f"{platform.python_version()} and are left out (the full set is that of {self.references.python})"
+            f"{left_out} of {total} held-out functions {verb} missing or different in Python "
+            f"{platform.python_version()} and {verb} left out (the full set is that of {self.references.python})"
         )
 
     def draw_held_out(self, split: str, n: int) -> list[Function]:

@@ -86,6 +86,7 @@ def bench_decode(
     max_new_tokens: int = 128,
     repeats: int = 3,
     ignore_eos: bool = False,
+    on_start: Callable[[], None] = lambda: None,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """Decode the same prompts greedily in every mode at every batch size, and return a row for each.
@@ -99,6 +100,7 @@ def bench_decode(
         max_new_tokens: limit per prompt.
         repeats: timed rounds; every mode decodes all prompts in each.
         ignore_eos: decode `max_new_tokens` of every prompt, past any end of text.
+        on_start: called when everything has been checked, before the first measurement.
         on_row: called with each row as soon as it is measured.
 
     Raises:
@@ -106,6 +108,7 @@ def bench_decode(
     """
     check_at_least_one(prompts=len(prompts), batch_sizes=batch_sizes, max_new_tokens=max_new_tokens, repeats=repeats)
     decoders = {name: mode_decoder(name, model, max_new_tokens, ignore_eos) for name in _names(model, modes)}
+    on_start()
     rows = []
     for batch_size in batch_sizes:
         lengths = [max_new_tokens] * len(prompts)

@@ -11,6 +11,8 @@ from unittest.mock import patch
 import torch
 import transformers
 
+from ..data.wording import counted
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -122,7 +124,7 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         what = torch.cuda.get_device_name(device)
     else:
-        what = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+        what = f"{platform.processor() or platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"
     return f"{what}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 

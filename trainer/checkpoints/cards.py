@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from modeling_mrp import MRPForDiffusionLM
 
+from ..data.wording import counted
 from .weight_files import base_of
 
 MODES_WITH_HEAD = """\
@@ -54,7 +55,7 @@ def render_card(
         layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         block_size=config.block_size,
-        head=f"{layers} layers" if layers > 1 else "1 layer" if layers else "none",
+        head=counted(layers, "layer") if layers else "none",
         dtype=str(model.dtype).removeprefix("torch."),
         mode='"spec"' if layers else "None",
         modes=MODES_WITH_HEAD if layers else MODES_WITHOUT_HEAD,

@@ -10,6 +10,8 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from modeling_mrp import MRPForDiffusionLM
+from modeling_mrp.checkpoint_files import tensor_names
+from modeling_mrp.checkpoints import head_prefix
 
 from .cards import card_license, render_card
 from .head_files import load_head, read_head_config
@@ -31,7 +33,8 @@ class Conversion:
         destination: the folder.
         base_model: id or name of the backbone's checkpoint.
         base_revision: its revision on the Hub, if it has one.
-        head: "kept" (the source's own), "merged" (from the argument `head`), "fresh" or "none".
+        head: "kept" (the source's own), "merged" (from the argument `head`), "fresh", "none", or "dropped" (the
+            source's own, because of `num_mrp_layers=0`).
         num_mrp_layers: layers of the head.
         block_size: tokens per block.
         dtype: dtype of the weights.
@@ -95,6 +98,9 @@ def convert(
     _check_places(place, overwrite, folder, head)
     if head is not None:
         trained = read_head_config(head)
+        for name, given in (("num_mrp_layers", num_mrp_layers), ("mrp_residual", mrp_residual)):
+            if given not in (None, trained[name]):
+                raise ValueError(f"{name}={given} contradicts the head in {head}, which has {trained[name]}: omit it")
         num_mrp_layers, mrp_residual = trained["num_mrp_layers"], trained["mrp_residual"]
     model = MRPForDiffusionLM.from_backbone(
         folder,
@@ -114,7 +120,7 @@ def convert(
         destination=str(destination),
         base_model=model.config.base_model,
         base_revision=model.config.base_revision,
-        head=_head_origin(model, head),
+        head=_head_origin(model, head, folder),
         num_mrp_layers=model.config.num_mrp_layers,
         block_size=model.config.block_size,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -190,9 +196,9 @@ def replace_folder(written: Path, destination: Path) -> None:
     shutil.rmtree(aside)
 
 
-def _head_origin(model: MRPForDiffusionLM, head: Path | None) -> str:
+def _head_origin(model: MRPForDiffusionLM, head: Path | None, source: Path) -> str:
     if model.mrp_head is None:
-        return "none"
+        return "none" if head_prefix(tensor_names(source)) is None else "dropped"
     if head is not None:
         return "merged"
     return "fresh" if is_fresh(model) else "kept"

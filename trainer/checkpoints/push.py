@@ -101,9 +101,15 @@ def _check_present(folder: Path, names: set[str]):
 
 def _code_files(folder: Path, config: dict) -> set[str]:
     """Return the code files that `auto_map` names and all files that they import from the same folder."""
-    if not config.get("auto_map"):
+    targets = config.get("auto_map")
+    if not targets:
         raise ValueError(f"{folder}/config.json has no auto_map: run `mrp convert` on it first")
-    files, unread = set(), {f"{target.split('.')[0]}.py" for target in config["auto_map"].values()}
+    if not isinstance(targets, dict) or not all(isinstance(target, str) for target in targets.values()):
+        raise ValueError(
+            f"{folder}/config.json: auto_map must map names to classes in files, got {targets!r:.60}: run `mrp "
+            "convert` on it again"
+        )
+    files, unread = set(), {f"{target.split('.')[0]}.py" for target in targets.values()}
     while unread:
         name = unread.pop()
         files.add(name)
@@ -152,11 +158,11 @@ def push(
     revision: str | None = None,
     token: str | None = None,
     message: str = "Upload the checkpoint",
+    replace: bool = True,
 ) -> str:
     """Upload a checkpoint or a head in one commit.
 
-    The commit holds the files of `selected_files`. It also deletes weights and code at the top of the repository that
-    are not among them. If the upload fails, the repository stays as it was.
+    The commit holds the files of `selected_files`. If the upload fails, the repository stays as it was.
 
     Args:
         folder: a folder written by `convert`, `save_pretrained` or `save_head`.
@@ -165,6 +171,7 @@ def push(
         revision: branch to commit to; None means the main branch.
         token: access token; None uses the one that is stored on this machine.
         message: commit message.
+        replace: also delete weights and code at the top of the repository that are not among the files.
 
     Returns:
         The commit's URL.
@@ -179,7 +186,7 @@ def push(
     api = HfApi(token=token)
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
-        there = api.list_repo_files(repo_id, revision=revision)
+        there = api.list_repo_files(repo_id, revision=revision) if replace else []
         commit = api.create_commit(
             repo_id,
             [

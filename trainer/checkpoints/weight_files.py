@@ -46,10 +46,10 @@ def fetch(source: str | Path, revision: str | None = None) -> tuple[Path, str | 
         The local folder, and the commit it was downloaded from (None for a local one).
 
     Raises:
-        ValueError: when a revision is given of a local folder.
+        ValueError: when a revision of a local folder is asked for.
         OSError: when the source is not local and cannot be downloaded.
     """
-    if revision is not None and Path(local_source(source)).is_dir():
+    if revision is not None and Path(local_source(source)).is_dir():  # "main" too, and with the name as it was given
         raise ValueError(f"revision {revision} is for Hub ids, but {source} is a local folder: omit it")
     try:
         return checkpoint_folder(local_source(source), READ_PATTERNS, revision=revision)

@@ -90,7 +90,7 @@ def decode(
     for size in batch_sizes:
         check_at_least(1, batch_sizes=size)
     count = max(batch_sizes) if prompts is None else prompts
-    check_at_least(1, prompts=count)
+    check_at_least(1, prompts=count, max_new_tokens=max_new_tokens, repeats=repeats)
 
     from ..benchmarks.decode import bench_decode
     from ..checkpoints.loading import load
@@ -113,13 +113,18 @@ def decode(
         rows = [asdict(row) for row in measure()]
         print(json.dumps({**about, "rows": rows}))
         return Measurement({"rows": rows}, about, device=str(loaded.device))
+    rows = [asdict(row) for row in measure(on_start=partial(_introduce, about), on_row=TablePrinter())]
+    return Measurement({"rows": rows}, about, device=str(loaded.device))
+
+
+def _introduce(about: dict[str, str]) -> None:
+    """Print what is compared, and what the columns of the table mean."""
     print("\n".join(f"{name:9} {value}" for name, value in about.items()))
     print(
         "/ X: tokens per second over those of X; forwards, head: calls, each over a batch; tok/fwd: new tokens\n"
-        "per forward and row; identical: answers that equal those of static; then how the time splits\n"
+        "per forward and row; identical: answers that equal those of static; then how the time splits\n",
+        flush=True,
     )
-    rows = [asdict(row) for row in measure(on_row=TablePrinter())]
-    return Measurement({"rows": rows}, about, device=str(loaded.device))
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], count: int, raw: bool) -> list[list[int]]:
@@ -168,18 +173,19 @@ class TablePrinter:
 
 
 def _settings(model, name: str, prompts: list[list[int]], max_new_tokens: int, ignore_eos: bool, repeats: int) -> dict:
-    """What is compared on which machine, in words."""
+    """What is compared on which machine, in words, by names that no parameter of the command has."""
     from ..benchmarks.timing import machine
+    from ..data.wording import counted
 
     config, lengths = model.config, [len(prompt) for prompt in prompts]
     size = sum(parameter.numel() for parameter in model.model.parameters()) / 1e6
     end = "whatever they say" if ignore_eos else "up to their end of text"
     return {
         "machine": machine(model.device),
-        "model": f"{name}, backbone of {config.num_hidden_layers} layers of {config.hidden_size} "
+        "network": f"{name}, backbone of {counted(config.num_hidden_layers, 'layer')} of {config.hidden_size} "
         f"({size:.1f} M parameters), head of {config.num_mrp_layers}, vocabulary {config.vocab_size}, "
         f"blocks of {config.block_size}, {str(model.dtype).removeprefix('torch.')}",
-        "prompts": f"{len(prompts)} of {min(lengths)} to {max(lengths)} tokens, at most {max_new_tokens} "
-        f"new tokens each, {end}",
+        "decoded": f"{counted(len(prompts), 'prompt')} of {min(lengths)} to {counted(max(lengths), 'token')}, "
+        f"at most {counted(max_new_tokens, 'new token')} each, {end}",
         "rounds": f"{repeats}, interleaved, after one that is not timed; medians",
     }

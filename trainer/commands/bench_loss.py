@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import AsJson, Device, Record, Repeats
+from .options import AsJson, Device, Record, Repeats, check_at_least
 from .recording import Measurement
 
 
@@ -31,6 +31,8 @@ def loss(
     Measures time and peak memory of one forward and backward of plain PyTorch, torch.compile, Liger and ours, on the
     same random input, in interleaved rounds; and of the three matrix products that none of them can avoid.
     """
+    check_at_least(1, chunk_rows=chunk_rows)
+
     from ..benchmarks.loss import bench_loss
     from ..benchmarks.timing import DTYPES
     from ..checkpoints.loading import usable_device

@@ -57,7 +57,11 @@ def shapes(
     more. The rows of a batch are assumed to need the same rounds, so it is an upper bound for batches.
     """
     check_at_least(0, free_within=free_within, context=context)
-    check_at_least(1, layers=layers)
+    check_at_least(1, layers=layers, head_layers=head_layers, block_size=block_size, repeats=repeats)
+    for size in batch_sizes:
+        check_at_least(1, batch_sizes=size)
+    for count in candidates:
+        check_at_least(1, candidates=count)
 
     from modeling_mrp.options import one_of
 
@@ -68,6 +72,8 @@ def shapes(
 
     for name in shapes:
         one_of("--shapes", name, SHAPES)
+        if layers is not None and layers > SHAPES[name].num_hidden_layers:
+            raise ValueError(f"--layers {layers} is more than {name} has ({SHAPES[name].num_hidden_layers})")
     rates = None if accepted is None else read_accepted(accepted)
     on = usable_device(device)
     settings = {
@@ -96,13 +102,14 @@ def _measure(settings: dict, announce: bool) -> Iterator[tuple["Costs", int]]:
     """The costs of each shape and batch size, and the number of layers that were measured for them."""
     from ..benchmarks.shapes import CPU_LAYERS, SHAPES, measure_costs
     from ..benchmarks.timing import DTYPES
+    from ..data.wording import counted
 
     for name in settings["shapes"]:
         shape = SHAPES[name]
         on_gpu = settings["device"].startswith("cuda")
         layers = settings["layers"] or (shape.num_hidden_layers if on_gpu else CPU_LAYERS)
         if announce:
-            print(f"{name}: {layers} of {shape.num_hidden_layers} layers measured", flush=True)
+            print(f"{name}: {layers} of {counted(shape.num_hidden_layers, 'layer')} measured", flush=True)
         for costs in measure_costs(
             name,
             shape,
@@ -120,13 +127,16 @@ def _measure(settings: dict, announce: bool) -> Iterator[tuple["Costs", int]]:
 
 
 def _heading(about: dict, rates: Sequence[float] | None) -> str:
+    from ..data.wording import counted
+
     settings = about["settings"]
     heading = (
-        f"{about['machine']}, {settings['dtype']}; blocks of {settings['block_size']} after {settings['context']} "
-        f"positions; head of {settings['head_layers']} layers; {settings['repeats']} rounds, interleaved, medians"
+        f"{about['machine']}, {settings['dtype']}; blocks of {settings['block_size']} after "
+        f"{counted(settings['context'], 'position')}; head of {counted(settings['head_layers'], 'layer')}; "
+        f"{counted(settings['repeats'], 'round')}, interleaved, medians"
     )
     if rates is not None:
-        heading += f"\nacceptance rates of {len(rates)} drafts: predictions up to K = {len(rates) + 1}"
+        heading += f"\nacceptance rates of {counted(len(rates), 'draft')}: predictions up to K = {len(rates) + 1}"
     return heading
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import AsJson, Device, RandomDtype, Record, Repeats
+from .options import AsJson, Device, RandomDtype, Record, Repeats, check_at_least, flag
 from .recording import Measurement
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from modeling_mrp import MRPForDiffusionLM
 
     from ..benchmarks.train import Result
+
+BLOCK_SIZE = 16
 
 
 @dataclass
@@ -25,7 +27,7 @@ class ModelChoice:
     shape: str | None
     layers: int | None
     head_layers: int | None
-    block_size: int
+    block_size: int | None
 
 
 @dataclass
@@ -62,7 +64,9 @@ def train(
         int | None,
         typer.Option(metavar="N", help="Number of layers of a fresh head.", show_default="the checkpoint's own, or 3"),
     ] = None,
-    block_size: Annotated[int, typer.Option(metavar="N", help="Block size of --shape.")] = 16,
+    block_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Block size of --shape.", show_default=str(BLOCK_SIZE))
+    ] = None,
     rows: Annotated[int, typer.Option(metavar="N", help="Number of rows per step.")] = 8,
     sequence_length: Annotated[int, typer.Option(metavar="N", help="Number of tokens per row.")] = 256,
     unroll_steps: Annotated[int, typer.Option(metavar="K", help="Number of reveals K.")] = 3,
@@ -85,6 +89,8 @@ def train(
     x_t, x_1 ... x_K and x_0; forward and backward of the head over the K states and the clean stream; and three matrix
     products with lm_head per supervised position; with nothing around them.
     """
+    check_at_least(1, layers=layers, head_layers=head_layers, block_size=block_size)
+
     from ..benchmarks.timing import DTYPES
     from ..benchmarks.train import bench_train
     from ..checkpoints.loading import default_attention, usable_device
@@ -118,7 +124,8 @@ def build_model(
         dtype: dtype of its weights.
 
     Raises:
-        ValueError: unless exactly one of the checkpoint and a known shape is given.
+        ValueError: unless exactly one of the checkpoint and a known shape is given, or if sizes of a shape are given
+            of a checkpoint.
     """
     from modeling_mrp import MRPForDiffusionLM
     from modeling_mrp.options import one_of
@@ -128,29 +135,34 @@ def build_model(
 
     if (choice.model is None) == (choice.shape is None):
         raise ValueError("give either MODEL or --shape")
+    for name in ("layers", "block_size"):
+        if choice.model is not None and getattr(choice, name) is not None:
+            raise ValueError(f"{flag(name)} is for --shape, and MODEL {choice.model} has its own: leave it out")
     if choice.shape is not None:
         one_of("--shape", choice.shape, SHAPES)
         shape = SHAPES[choice.shape]
         layers = choice.layers or (shape.num_hidden_layers if device.type == "cuda" else CPU_LAYERS)
         head_layers = choice.head_layers or 3
-        return random_model(shape, layers, head_layers, choice.block_size, dtype, device, sequence_length)
+        block_size = choice.block_size or BLOCK_SIZE
+        return random_model(shape, layers, head_layers, block_size, dtype, device, sequence_length)
     source = fetch(choice.model)[0]
     return MRPForDiffusionLM.from_backbone(source, num_mrp_layers=choice.head_layers, dtype=dtype).to(device)
 
 
 def _settings(model: "MRPForDiffusionLM", name: str, step: StepChoice, device: "torch.device") -> dict[str, str]:
-    """What was measured on which machine, in words."""
+    """What was measured on which machine, in words, by names that no parameter of the command has."""
     from ..benchmarks.timing import machine
+    from ..data.wording import counted
 
     config = model.config
     head = str(model.mrp_head.eh_proj.weight.dtype).removeprefix("torch.")
     return {
         "machine": machine(device),
-        "model": f"{name}: backbone of {config.num_hidden_layers} layers of "
+        "network": f"{name}: backbone of {counted(config.num_hidden_layers, 'layer')} of "
         f"{config.hidden_size} in {str(model.lm_head.weight.dtype).removeprefix('torch.')}, head of "
         f"{config.num_mrp_layers} in {head}{', autocast to bfloat16' if step.bf16 else ''}, "
         f"vocabulary {config.vocab_size}, attention {config._attn_implementation}",
-        "step": f"{step.rows} rows of {step.sequence_length} tokens, K = {step.unroll_steps}"
+        "step": f"{counted(step.rows, 'row')} of {counted(step.sequence_length, 'token')}, K = {step.unroll_steps}"
         f"{f', choice_weight {step.choice_weight}' if step.choice_weight else ''}"
         f"{', gradient checkpointing' if step.gradient_checkpointing else ''}",
         "rounds": f"{step.repeats}, interleaved, after one that is not timed; medians",
@@ -158,6 +170,8 @@ def _settings(model: "MRPForDiffusionLM", name: str, step: StepChoice, device: "
 
 
 def _report(about: dict[str, str], result: "Result") -> str:
+    from ..data.wording import counted
+
     def shares(split: dict[str, float]) -> str:
         return ", ".join(f"{name} {share:.0%}" for name, share in split.items())
 
@@ -166,7 +180,7 @@ def _report(about: dict[str, str], result: "Result") -> str:
             *(f"{name:9} {value}" for name, value in about.items()),
             "",
             f"training step {result.step_seconds:8.3f} s, {result.tokens_per_second:.0f} tokens/s "
-            f"({result.supervised} supervised positions): {shares(result.split)}",
+            f"({counted(result.supervised, 'supervised position')}): {shares(result.split)}",
             f"bare work     {result.bare_seconds:8.3f} s: {shares(result.bare_split)}",
             f"ratio         {result.ratio:8.2f}",
         ]

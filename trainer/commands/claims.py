@@ -185,12 +185,14 @@ def _measure(checkpoint, samples, settings, names, output, words, as_json: bool,
         )  # fmt: skip
     rows = [asdict(row) | {"command": command(row, words)} for row in judged]
     if as_json:
-        report = {"model": checkpoint.model, "prompts": len(samples.rows), "scale": asdict(scale)}
+        report = {"model": checkpoint.model, "prompts": len(samples.rows), "note": samples.note or None}
+        report |= {"scale": asdict(scale)}
         print(json.dumps(report | {"rows": rows}))
     elif markdown:
         print(as_markdown(judged, words))
         print(f"\n{heading}.")
-    return Measurement({"rows": rows, "scale": asdict(scale)}, {"prompts": len(samples.rows)}, device=scale.device)
+    figures = {"rows": rows, "scale": asdict(scale), "note": samples.note or None}
+    return Measurement(figures, {"prompts": len(samples.rows)}, device=scale.device)
 
 
 def _given_words(context: typer.Context) -> list[str]:

@@ -24,8 +24,8 @@ def demo(
     model: Annotated[str, typer.Option(help="An embedded checkpoint: words or code, or the name of its folder.")] = (
         "words"
     ),
-    samples: Annotated[int, typer.Option(help="Held-out samples to decode.")] = 200,
-    batch_size: Annotated[int, typer.Option(help="Samples decoded together.")] = 100,
+    samples: Annotated[int, typer.Option(metavar="N", help="Decode at most N held-out samples.")] = 200,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Number of samples that are decoded together.")] = 100,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -59,11 +59,12 @@ def demo(
             raise ValueError("--prompt answers one prompt and measures nothing: leave --record out")
         show_answer(loaded, task, prompt, options)
         return None
-    held_out = task.held_out("test", samples)
+    held_out, note = task.held_out("test", samples), task.note("test", samples)
     if not json:
-        print(_heading(task, len(held_out), batch_size, task.note("test", samples)), flush=True)
+        print(_heading(task, len(held_out), batch_size, note), flush=True)
     measured = evaluate_task(loaded, task, held_out, batch_size=batch_size)
-    rows, figures = [asdict(row) for row in measured], {"rows": demo_rows(measured)}
+    rows = [asdict(row) for row in measured]
+    figures = {"rows": demo_rows(measured), "note": note or None}
     if json:
         print(dumps(figures))
     else:
@@ -76,10 +77,12 @@ def demo(
 def _heading(task, samples: int, batch_size: int, note: str) -> str:
     import torch
 
-    machine = f"{torch.get_num_threads()} CPU threads, float32, torch {torch.__version__}"
+    from ..data.wording import counted
+
+    machine = f"{counted(torch.get_num_threads(), 'CPU thread')}, float32, torch {torch.__version__}"
     accuracy = f"accuracy: {task.right_when}; " if task.right_when else ""
     return (
-        f"{task.folder.name}: {samples} held-out samples, greedy, batches of {batch_size}, {machine}\n"
+        f"{task.folder.name}: {counted(samples, 'held-out sample')}, greedy, batches of {batch_size}, {machine}\n"
         + (f"{note}\n" if note else "")
         + f"{accuracy}forwards: of the backbone, every one counted; time ratio: static's time over the mode's; "
         "identical: answers equal to static's\n"
@@ -161,6 +164,8 @@ def show_answer(
     Raises:
         ValueError: if the prompt holds a word that the tokenizer does not know.
     """
+    from ..data.wording import counted
+
     tokenizer = task.tokenizer
     inputs = tokenizer(prompt, return_tensors="pt")
     unknown = []
@@ -181,7 +186,8 @@ def show_answer(
         **options,
     )
     stats = output.stats
-    print(f"        {int(stats.lengths)} tokens in {int(stats.backbone_forwards)} forwards of the backbone")
+    tokens, forwards = counted(int(stats.lengths), "token"), counted(int(stats.backbone_forwards), "forward")
+    print(f"        {tokens} in {forwards} of the backbone")
 
 
 def task_of(name: str) -> "WordProblems | PythonFunctions":

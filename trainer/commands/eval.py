@@ -46,6 +46,8 @@ STEPS = [2, 3, 4]
 # Arguments of generate that an evaluation sets itself.
 RESERVED = {"pad_token_id", "attention_mask", "inputs", "input_ids", "streamer"}
 RESERVED |= {"return_dict_in_generate", "num_return_sequences"}
+# Options of what --calibrate does not do: run a grid of modes, and write results.
+FOR_RESULTS = ("grid", "modes", "compare", "thresholds", "steps", "kl_prompts", "output", "plots", "record")
 
 
 class EvalCommand(MeasuringCommand, GenerateCommand):
@@ -163,6 +165,7 @@ def evaluate(
 
     from ..checkpoints.loading import load
     from ..checkpoints.output_paths import check_output
+    from ..data.wording import counted
     from ..evaluation import plots as drawing
     from ..evaluation.calibration import check_can_store
     from ..evaluation.runs import Settings, read_eval_rows
@@ -201,7 +204,7 @@ def evaluate(
     summary, table = _summarise(loaded, tokenizer, rows[:kl_prompts], records, settings, folder)
     if plots:
         drawing.write_plots(summary, folder, f"{Path(model).name} on {Path(data).stem}")
-    print(json.dumps(summary) if as_json else f"{table}\n\n{len(rows)} prompts, written to {folder}")
+    print(json.dumps(summary) if as_json else f"{table}\n\n{counted(len(rows), 'prompt')}, written to {folder}")
     return Measurement(summary, {"prompts": len(rows), "options": options}, device=str(loaded.device))
 
 
@@ -319,8 +322,13 @@ def _refuse_combinations(context: typer.Context, grid: str | None, calibrate: in
         raise ValueError(f"--grid {grid} lists the modes itself: leave {flag(others[0])} out")
     if calibrate is not None and (others := given(context, "skip", "limit", "head", "full_head")):
         raise ValueError(
-            f"--calibrate uses the first {calibrate} rows and stores the threshold beside MODEL's own head: leave "
+            f"--calibrate uses the first rows of the data and stores the threshold beside MODEL's own head: leave "
             f"{flag(others[0])} out (mrp convert --head puts a head on a checkpoint)"
+        )
+    if calibrate is not None and (others := given(context, *FOR_RESULTS)):
+        raise ValueError(
+            f"--calibrate compares thresholds of remask and writes MODEL's config.json alone: leave {flag(others[0])} "
+            "out"
         )
 
 

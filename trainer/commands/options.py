@@ -63,7 +63,7 @@ PromptFile = Annotated[
 DataConfig = Annotated[
     str | None, typer.Option(metavar="TEXT", help="Configuration of a Hub data set.", show_default=False)
 ]
-Split = Annotated[str, typer.Option(metavar="TEXT", help="Split of the data.")]
+Split = Annotated[str, typer.Option(metavar="TEXT", help="Split of the data, or parts such as train[:100].")]
 PromptField = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Field of the data that holds the prompt.", show_default="prompt or messages"),

@@ -1,7 +1,7 @@
 """How the words of a command line reach Typer: lists, spelling of options, options of `generate`, the word none."""
 
 from collections import deque
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import typer
 import yaml
@@ -95,6 +95,14 @@ def is_list(option: TyperOption) -> bool:
     return option.multiple and option.name != "prompt"
 
 
+def _value_of(name: str, text: str) -> Any:
+    """Return the value of an option of `generate`: YAML, with what may stand for a list of one."""
+    value = None if text in NONE else yaml.safe_load(text)
+    if name == "stop_strings" and value is not None and not isinstance(value, list):
+        return text  # also where it looks like a number
+    return [value] if name == "suppress_tokens" and isinstance(value, int) else value
+
+
 def generate_options(words: list[str]) -> dict:
     """Read options of `generate`, such as {"mrp_steps": 4} from ["--mrp-steps", "4"].
 
@@ -113,7 +121,7 @@ def generate_options(words: list[str]) -> dict:
         if value is None or value.startswith("--"):
             raise ValueError(f"--{name} has no value: options of generate are given as --name value")
         try:
-            options[name.replace("-", "_")] = None if value in NONE else yaml.safe_load(value)
+            options[name.replace("-", "_")] = _value_of(name.replace("-", "_"), value)
         except yaml.YAMLError as error:
             raise ValueError(f"--{name}: {value!r} is not valid YAML") from error
     return options

@@ -67,10 +67,13 @@ def trajectories(
         decoding = json.loads(options)
     except json.JSONDecodeError as error:
         raise ValueError(f"--options is not valid JSON: {error}") from error
+    if not isinstance(decoding, dict):
+        raise ValueError(f'--options must be a JSON object such as {{"do_sample": true}}, got {options}')
 
     from ..checkpoints.loading import load
     from ..data.reading import load_source
     from ..data.rows import prepare_dataset
+    from ..data.wording import counted
     from ..evaluation.acceptance import prompts_of
     from ..evaluation.trajectories import trajectories as decode
     from ..evaluation.trajectories import with_room
@@ -88,12 +91,14 @@ def trajectories(
     wanted = prompts_of(rows, len(rows) if samples is None else samples, size)
     prompts = with_room(wanted, max_new_tokens, size, sequence_length)
     if len(prompts) < len(wanted):
-        print(f"{len(wanted) - len(prompts)} of {len(wanted)} prompts leave no room for an answer: left out")
+        left_out = f"{len(wanted) - len(prompts)} of {counted(len(wanted), 'prompt')}"
+        print(f"left out, since there is no room for an answer: {left_out}")
     found = []
     for row in decode(loaded, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, **decoding):
         found.append(row)
         if len(found) % batch_size == 0 or len(found) == len(prompts):
-            print(f"\r{len(found)} of {len(prompts)} prompts", end="", flush=True)
+            end = "\n" if len(found) == len(prompts) else ""
+            print(f"\r{len(found)} of {counted(len(prompts), 'prompt')}", end=end, flush=True)
     _write(found, sequence_length, out)
 
 
@@ -101,6 +106,7 @@ def _write(rows: list[dict], sequence_length: int, out: Path) -> None:
     """Pack the rows and write them; the file appears only when it is complete."""
     from datasets import Dataset
 
+    from ..data.wording import counted
     from ..evaluation.trajectories import packed
 
     result = Dataset.from_list(packed(rows, sequence_length))
@@ -108,4 +114,5 @@ def _write(rows: list[dict], sequence_length: int, out: Path) -> None:
     temporary = out.with_name(out.name + ".new")
     result.to_parquet(str(temporary))
     temporary.replace(out)
-    print(f"\n{sum(map(sum, result['answer_mask']))} answer tokens in {len(result)} rows: {out}")
+    tokens = counted(sum(map(sum, result["answer_mask"])), "answer token")
+    print(f"{tokens} in {counted(len(result), 'row')}: {out}")

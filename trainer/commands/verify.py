@@ -58,6 +58,7 @@ def verify(
     import torch
 
     from ..checkpoints.loading import load
+    from ..data.wording import counted
     from ..evaluation.decoding import encode
     from ..evaluation.verify import check_acceptance, check_base, passed
     from ..evaluation.verify import verify as verify_decoding
@@ -68,16 +69,16 @@ def verify(
     inputs = encode(tokenizer, prompts, raw=raw).to(loaded.device)
     options = {"mrp_steps": steps, "mrp_draft": draft, "mrp_acceptance": acceptance}
     checks = check_base(loaded) + verify_decoding(loaded, tokenizer, inputs, max_new_tokens, seed, **options)
-    strict = loaded.dtype == torch.float32
+    strict, dtype_name = loaded.dtype == torch.float32, str(loaded.dtype).removeprefix("torch.")
     accepted = None
     if loaded.mrp_head is not None and draft != "self" and steps > 1:
         accepted = check_acceptance(loaded, inputs, max_new_tokens, steps)
     ok = all(passed(check, strict) for check in checks) and (accepted is None or accepted.verdict != "BELOW")
     if as_json:
-        report = {"ok": ok, "dtype": str(loaded.dtype), "checks": [asdict(check) for check in checks]}
+        report = {"ok": ok, "dtype": dtype_name, "checks": [asdict(check) for check in checks]}
         print(json.dumps(report | {"acceptance": accepted and asdict(accepted) | {"verdict": accepted.verdict}}))
     else:
-        print(f"{model}, {loaded.dtype}, {len(prompts)} prompts, K = {steps}")
+        print(f"{model}, {dtype_name}, {counted(len(prompts), 'prompt')}, K = {steps}")
         print("\n".join(describe_check(check, strict) for check in checks))
         if accepted is not None:
             print(describe_acceptance(accepted))

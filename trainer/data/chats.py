@@ -7,6 +7,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from .reading import Row
+
 logger = logging.get_logger(__name__)
 
 SPEAKERS = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
@@ -57,6 +59,33 @@ def chat_samples(
     return samples
 
 
+def conversation(turns: Any, row: Row) -> list[dict]:
+    """Return the turns of a row as messages with `role` and `content`.
+
+    The text of a column `system`, which some data sets have beside `conversations`, is the first message.
+
+    Args:
+        turns: messages, or turns in from/value form.
+        row: the row that holds them.
+
+    Raises:
+        ValueError: if it is no list of turns, or the column holds anything else, or another text than the
+            conversation's own system message.
+    """
+    messages = as_messages(turns, row.place, row.from_json)
+    system = row.content.get("system")
+    if system is None or system == "":
+        return messages
+    if not isinstance(system, str):
+        raise ValueError(f"{row.place}: column system must hold text, got {system!r:.60}")
+    first = {"role": "system", "content": system}
+    if messages and messages[0]["role"] == "system":
+        if messages[0] != first:
+            raise ValueError(f"{row.place}: column system and the conversation's system message differ: remove one")
+        return messages
+    return [first, *messages]
+
+
 def as_messages(value: Any, place: str, nulls_are_values: bool = True) -> list[dict]:
     """Return the turns of a conversation as messages with `role` and `content`.
 
@@ -83,9 +112,10 @@ def _as_message(turn: Any, place: str, nulls_are_values: bool) -> dict:
         turn = {"role": SPEAKERS[turn["from"]], "content": turn.get("value")}
     if not isinstance(turn.get("role"), str):
         raise ValueError(f"{place}: expected role and content, or from and value, got {', '.join(turn) or '{}'}")
-    if not nulls_are_values:
-        return without_nulls(turn, keep="content")
-    return {key: item for key, item in turn.items() if item is not None or key == "content"}
+    if turn["role"] in ("user", "system") and turn.get("content") is None:
+        raise ValueError(f"{place}: the {turn['role']} says nothing (null): remove the message or fill it in")
+    turn = {key: item for key, item in turn.items() if item is not None or key == "content"}
+    return turn if nulls_are_values else _without_absent(turn, keep="content")
 
 
 def tools_of(row: dict, place: str, nulls_are_values: bool = True) -> list | None:
@@ -106,7 +136,7 @@ def tools_of(row: dict, place: str, nulls_are_values: bool = True) -> list | Non
         except json.JSONDecodeError as error:
             raise ValueError(f"{place}: column tools must hold lists or JSON, got {tools[:80]!r}") from error
     elif not nulls_are_values:
-        tools = without_nulls(tools)
+        tools = _without_absent(tools)
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"{place}: column tools must hold lists or JSON, got {tools!r:.80}")
     return tools
@@ -131,6 +161,17 @@ def warn_of_late_ends(tokenizer: PreTrainedTokenizerBase) -> None:
             "the head is not trained to end an answer; use a template that ends every turn",
             between,
         )
+
+
+def _without_absent(value: Any, keep: str | None = None) -> Any:
+    """Drop nulls of Arrow's structs, and say once that some of them may have been values."""
+    kept = without_nulls(value, keep)
+    if kept != value:
+        logger.warning_once(
+            "nulls inside of messages and tools are taken as missing keys: Parquet and Arrow write them for every key "
+            "that only other rows have. To keep nulls, use jsonl, or write the objects as JSON text"
+        )
+    return kept
 
 
 def without_nulls(value: Any, keep: str | None = None) -> Any:

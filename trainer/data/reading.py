@@ -7,7 +7,8 @@ files therefore has two columns of text: `json`, one row of the data, and `place
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ from datasets import (
     Features,
     GeneratorBasedBuilder,
     IterableDataset,
+    ReadInstruction,
     SplitGenerator,
     Value,
+    concatenate_datasets,
     load_dataset_builder,
     load_from_disk,
 )
@@ -29,6 +32,7 @@ from .json_lines import json_rows
 AnyDataset = Dataset | IterableDataset
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+WHOLE_SPLIT = re.compile(r"[\w.-]+")
 JSON_FEATURES = Features({"json": Value("string"), "place": Value("string")})
 
 
@@ -40,7 +44,7 @@ def load_source(
     Args:
         source: a file, a folder of such files, a folder written by `save_to_disk`, or the id of a Hub data set.
         name: configuration of a Hub data set.
-        split: split to load; a single file has only `train`.
+        split: split to load, or several and parts of them, such as `train[:80%]+test`; a single file has only `train`.
         streaming: read rows when they are used instead of all at once.
 
     Returns:
@@ -53,6 +57,10 @@ def load_source(
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"expected one file, folder or Hub id, got {source!r}: put several files into one folder")
     path = Path(source)
+    if streaming and not WHOLE_SPLIT.fullmatch(split):
+        raise ValueError(
+            f"split {split!r}: a stream can only be read as a whole, so name a single split, without a slice"
+        )
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return _saved(path, split, streaming)
     try:
@@ -92,7 +100,8 @@ def row_of(row: dict, place: str) -> Row:
 
 def read_rows(source: str | os.PathLike, *, name: str | None = None, split: str = "train") -> list[Row]:
     """Return all rows of a source, see `load_source`."""
-    dataset = load_source(source, name=name, split=split, streaming=os.path.exists(source))
+    streaming = os.path.exists(source) and WHOLE_SPLIT.fullmatch(split) is not None
+    dataset = load_source(source, name=name, split=split, streaming=streaming)
     return [row_of(row, f"{source}, row {number}") for number, row in enumerate(dataset, start=1)]
 
 
@@ -103,12 +112,20 @@ def is_json(columns: Any) -> bool:
 
 def _saved(path: Path, split: str, streaming: bool) -> AnyDataset:
     """Load what `save_to_disk` wrote."""
-    dataset = load_from_disk(str(path))
-    if not isinstance(dataset, Dataset):
-        if split not in dataset:
-            raise ValueError(f"{path} has no split {split!r}, only {', '.join(dataset)}")
-        dataset = dataset[split]
+    saved = load_from_disk(str(path))
+    splits = {str(saved.split or "train"): saved, "train": saved} if isinstance(saved, Dataset) else saved
+    dataset = splits[split] if split in splits else _parts(path, splits, split)
     return dataset.to_iterable_dataset() if streaming else dataset
+
+
+def _parts(path: Path, splits: Mapping[str, Dataset], wanted: str) -> Dataset:
+    """Return slices and sums of splits, such as `train[:8]+test`, in the syntax of datasets."""
+    try:
+        parts = ReadInstruction.from_spec(wanted).to_absolute({name: len(part) for name, part in splits.items()})
+    except (AssertionError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} has no split {wanted!r}, only {', '.join(splits)} ({reason})") from error
+    return concatenate_datasets([splits[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
 def _builder(path: Path, source: str | os.PathLike, name: str | None):

@@ -27,13 +27,14 @@ from .chats import warn_of_late_ends
 from .encoding import TextEncoder
 from .reading import AnyDataset, is_json, row_of
 from .samples import RowFormat, format_of, samples_of
+from .wording import counted
 
 logger = logging.get_logger(__name__)
 
 ROW_COLUMNS = ["input_ids", "answer_mask", "lengths", "sample_ids"]
 FEATURES = Features({column: [Value("int64")] for column in ROW_COLUMNS} | {"answer_mask": [Value("int8")]})
 LONG_SAMPLES = ("split", "drop")
-CACHE_VERSION = 3  # increase it when the contents of rows change
+CACHE_VERSION = 4  # increase it when the contents of rows change
 NUMBER_BITS = 10  # a sample id is row << 20 | sample within the row << 10 | piece of a split sample
 
 
@@ -53,8 +54,11 @@ def prepare_dataset(
 
     Three formats are known, by their columns. Of chats (`messages`, or `conversations` in from/value form) the
     assistant's turns are supervised, of `prompt` and `completion` (text or messages) the completion, and of `text`
-    everything. A chat may have tools in the column `tools`, as a list or JSON. Samples with nothing to supervise are
-    left out.
+    everything. A chat may have tools in the column `tools`, as a list or JSON, and its system message in the column
+    `system`. Samples with nothing to supervise are left out.
+
+    In Parquet and Arrow, nulls inside of messages and tools are taken as missing keys, since a column of structs has
+    one for every key that only other rows have. JSON keeps them.
 
     Args:
         dataset: a data set in one of these formats. A prepared one, such as those of `mrp trajectories`, is returned
@@ -206,7 +210,8 @@ def _log_counts(tokens: Dataset, rows: Dataset, fit: "_Fit"):
     for batch in tokens.select_columns(["lengths", "answer_mask"]).iter(1000):
         counts.update(_fate(mask, length) for mask in batch["answer_mask"])
     total = sum(counts.values())
-    logger.info("%d samples in %d rows of at most %d tokens", total - counts["empty"], len(rows), length)
+    samples, limit = counted(total - counts["empty"], "sample"), counted(length, "token")
+    logger.info("%s in %s of at most %s", samples, counted(len(rows), "row"), limit)
     for fate in ("empty", "long"):
         if counts[fate]:
             logger.warning("%s, of %d", fit.outcome(fate, counts[fate]), total)
@@ -315,9 +320,11 @@ class _Fit:
     def outcome(self, fate: str, count: int) -> str:
         """Return in words what became of `count` samples whose fate is "long" or "empty"."""
         if fate == "empty":
-            return f"{count} samples have nothing to supervise and are left out"
+            samples = counted(count, "sample has", "samples have")
+            return f"{samples} nothing to supervise and {'is' if count == 1 else 'are'} left out"
         action = {"split": "split into several", "drop": "dropped"}[self.long_samples]
-        return f"{count} samples are longer than {self.sequence_length} tokens and are {action}"
+        samples, limit = counted(count, "sample is", "samples are"), counted(self.sequence_length, "token")
+        return f"{samples} longer than {limit} and {'is' if count == 1 else 'are'} {action}"
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from .chats import as_messages, chat_samples, tools_of
+from .chats import chat_samples, conversation, tools_of
 from .encoding import TextEncoder
 from .reading import Row
 
@@ -104,7 +104,8 @@ def _value(row: Row, column: str) -> Any:
 
 def _chat(turns: list, first: int, row: Row, encoder: TextEncoder) -> list[Pieces]:
     """The samples of a conversation whose answers are supervised from turn `first` on."""
-    messages = as_messages(turns, row.place, row.from_json)
+    messages = conversation(turns, row)
+    first += len(messages) - len(turns)
     tools = tools_of(row.content, row.place, row.from_json)
     try:
         samples = chat_samples(messages, encoder.tokenizer, first=first, tools=tools)

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp import MRPForDiffusionLM
 
+from ..data.wording import counted
 from .decoding import Totals, decode_prompts, prompt_ids
 from .frontier import accuracy_weight
 from .modes import BACKBONE_ONLY
@@ -72,7 +73,8 @@ def calibrate(
             best = figures
     if not best["value"]:
         raise ValueError(
-            f"no answer to {len(rows)} prompts was right with any remask_threshold: calibrate on more or easier ones"
+            f"no answer to {counted(len(rows), 'prompt')} was right with any remask_threshold: calibrate on more or "
+            "easier ones"
         )
     return best["remask_threshold"]
 

@@ -26,7 +26,7 @@ from modeling_mrp.options import OPTION_NAMES, DecodingOptions
 
 from ..checkpoints.durable import write_text
 from ..checkpoints.weight_files import backbone_hash, base_of
-from ..data.chats import as_messages, tools_of
+from ..data.chats import conversation, tools_of
 from ..data.reading import Row, read_rows
 from .decoding import Answer, decode_batch, prompt_ids
 from .scorers import Scorer
@@ -80,7 +80,7 @@ def read_eval_rows(
 
     Args:
         source: the file, folder or Hub id. Each row has `prompt` (text or messages), `messages`, or `conversations` in
-            from/value form, and what a scorer reads.
+            from/value form, possibly with `tools` and the text of a `system` message, and what a scorer reads.
         name: configuration of a Hub data set.
         split: split to read.
         prompt_field, answer_field: fields that become `prompt` and `answer`, if they have other names.
@@ -112,7 +112,7 @@ def _eval_row(read: Row, fields: dict[str, str | None]) -> dict:
         )
     row = {key: value for key, value in row.items() if key not in ("messages", "conversations", "tools")}
     if not isinstance(prompt, str):
-        messages = as_messages(prompt, place, read.from_json)
+        messages = conversation(prompt, read)
         if messages[-1]["role"] == "assistant":
             raise ValueError(f"{place}: the messages end with an answer, so that none is asked for: leave it out")
         row["messages"] = messages

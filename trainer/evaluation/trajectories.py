@@ -10,6 +10,7 @@ from typing import Any
 from modeling_mrp import MRPForDiffusionLM
 
 from ..data.rows import pack
+from ..data.wording import counted
 from .decoding import decode_prompts, end_of_text_ids
 
 # the same text as by the backbone alone, in fewer forwards
@@ -77,7 +78,8 @@ def with_room(
     kept = [prompt for prompt in prompts if len(prompt) <= room]
     if not kept:
         raise ValueError(
-            f"none of {len(prompts)} prompts leaves room for {max_new_tokens} new tokens within {sequence_length}: "
+            f"none of {counted(len(prompts), 'prompt')} leaves room for {counted(max_new_tokens, 'new token')} within "
+            f"{sequence_length}: "
             "raise --sequence-length or lower --max-new-tokens"
         )
     return kept
