@@ -85,7 +85,18 @@ def test_the_closing_sentence_follows_from_the_rows(shown, expected):
 def test_the_modes_keep_the_names_that_readers_of_the_json_know():
     assert list(DEMO_MODES) == [
         *("static", "static-2", "static-4", "spec-2", "spec-3", "spec-4", "spec-4-self", "spec-4-token"),
-        *("spec-8-token", "direct-1", "direct-2", "direct-3", "dynamic-0.9", "dynamic-0.7", "dynamic-0.5"),
+        *(
+            "spec-8-token",
+            "graph-4",
+            "graph-8",
+            "auto",
+            "direct-1",
+            "direct-2",
+            "direct-3",
+            "dynamic-0.9",
+            "dynamic-0.7",
+            "dynamic-0.5",
+        ),
         *("remask-leave_one_out", "remask-confidence", "remask-residual"),
     ]
 

@@ -11,6 +11,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from mrp_trainer.checkpoints.head_files import load_head, save_head
 from mrp_trainer.checkpoints.resume import last_checkpoint
 from mrp_trainer.checkpoints.weight_files import backbone_hash
 from mrp_trainer.evaluation.acceptance import acceptance_range
+from mrp_trainer.evaluation.draft_profile import measure_profile
 from mrp_trainer.evaluation.modes import mode_options
 from mrp_trainer.evaluation.results import Result, new_result, save_result
 from mrp_trainer.evaluation.summary import ModeFigures
@@ -52,6 +54,7 @@ HEAD_NORM = 0.1  # starting from zero, the layers would get almost no gradient f
 DRAFTS = 4
 TEST_SAMPLES = 200
 VALIDATION_SAMPLES = 200
+PROFILE_SAMPLES = 16
 RESIDUAL_THRESHOLDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 TOKENS_PER_FORWARD_WANTED = 2.5  # minimum for remasking when its threshold is chosen
 
@@ -208,6 +211,16 @@ def measure_acceptance(model: MRPForDiffusionLM, task: Task) -> dict | None:
     return acceptance_range(model, task.tokenizer(prompts)["input_ids"], DRAFTS, task.answer_tokens)
 
 
+def measure_draft_profile(model: MRPForDiffusionLM, task: Task) -> dict[str, list[dict]]:
+    """Measure what drafting gains on validation samples, with the head and without, for `mrp_steps="auto"`."""
+    prompts = [sample.prompt for sample in task.held_out("validation", PROFILE_SAMPLES)]
+    ids = task.tokenizer(prompts)["input_ids"]
+    return {
+        draft: [asdict(gain) for gain in measure_profile(model, ids, draft, task.answer_tokens)]
+        for draft in ("head", "self")
+    }
+
+
 def choose_residual_threshold(model: MRPForDiffusionLM, task: Task) -> float:
     """Choose the threshold of |C| for `remask_criterion="residual"` on validation samples.
 
@@ -331,6 +344,7 @@ def finish(model: MRPForDiffusionLM, recipe: Recipe, steps: Steps, scratch: Path
     steps.run("refinement", refine_head, model, recipe, scratch)
     model.config.calibrated_remask_threshold = steps.run("threshold", choose_residual_threshold, model, task)
     model.config.trained_acceptance = steps.run("acceptance", measure_acceptance, model, task)
+    model.config.draft_profile = steps.run("draft profile", measure_draft_profile, model, task)
     samples = task.held_out("test", TEST_SAMPLES)
     rows = steps.run("evaluation", evaluate_task, model, task, samples)
     times = [{"step": name, "seconds": spent} for name, spent in steps.seconds.items()]

@@ -22,22 +22,23 @@ from . import result_tables as tables
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = Path(__file__).with_name("results_template.md")
-README_MODES = ("static", "spec-4", "spec-8-token", "direct-2", "dynamic-0.9")
+README_MODES = ("static", "graph-8", "auto", "spec-8-token", "direct-2", "dynamic-0.9")
 BLOCK = re.compile(r"<!-- results:(\S+) -->\n.*?\n<!-- /results -->", re.DOTALL)
 # What README says below its table; RESULTS.md has the long version.
 README_CLOCK = """\
-`spec-4` returns exactly what `static` returns, with $words_spec_4 times fewer backbone forwards. On this easy task
-SDAR's own threshold decoding (`dynamic-0.9`), which needs no head, saves nearly as many and is faster by the clock;
-but it is not lossless ($words_dynamic_same of its answers are the same). Where text leaves more choices, thresholds
-save little: on the second embedded checkpoint, which completes Python functions, `dynamic-0.9` needs $code_dynamic
-times fewer forwards than `static`, `spec-4` $code_spec_4 times.
+`graph-8` returns exactly what `static` returns, with $words_graph_8 times fewer backbone forwards. On this easy task
+SDAR's own threshold decoding (`dynamic-0.9`), which needs no head, saves $words_dynamic times; but it is not lossless
+($words_dynamic_same of its answers are the same). Where text leaves more choices, thresholds save little: on the second
+embedded checkpoint, which completes Python functions, `dynamic-0.9` needs $code_dynamic times fewer forwards than
+`static`, `graph-8` $code_graph_8 times.
 
-**On a CPU, forwards saved are not time saved.** A forward that verifies four states of a block costs a CPU more than a
-forward over one state: `spec-4` is $words_1 times as fast as `static` with one row at a time, $words_16 times with 16
-rows and $words_100 times with $batch_size (Python functions: $code_1, $code_16, $code_100). On random weights of the
-size of SDAR-4B, two CPU threads take $verify_4b plain steps to verify four states of one row. A GPU reads small
-batches at the speed of its memory, so verification should cost less there, but nothing here has been measured on a GPU
-yet."""
+**On a CPU, forwards saved are not time saved.** A forward that verifies eight states of a block costs a CPU more than a
+forward over one state: `graph-8` is $words_graph_8_1 times as fast as `static` with one row at a time,
+$words_graph_8_16 times with 16 rows and $words_graph_8_100 times with $batch_size (Python functions: $code_graph_8_1,
+$code_graph_8_16, $code_graph_8_100). `auto` drafts only as far as it pays: $words_auto_1, $words_auto_16 and
+$words_auto_100 times ($code_auto_1, $code_auto_16, $code_auto_100). On random weights of the size of SDAR-4B, two CPU
+threads take $verify_4b plain steps to verify four states of one row. A GPU reads small batches at the speed of its
+memory, so verification should cost less there, but nothing here has been measured on a GPU yet."""
 
 
 def load_results(folder: Path) -> dict[str, Result]:
@@ -55,15 +56,17 @@ def quoted(results: dict[str, Result]) -> dict[str, str]:
     quotes = {}
     for task in ("words", "code"):
         demo = {row["name"]: row for row in results[f"demo-{task}"].rows}
-        for name, mode in (("spec_4", "spec-4"), ("self", "spec-4-self"), ("dynamic", "dynamic-0.9")):
+        for mode in ("spec-4", "graph-8", "spec-4-self", "dynamic-0.9"):
+            name = {"spec-4-self": "self", "dynamic-0.9": "dynamic"}.get(mode, mode.replace("-", "_"))
             saved = demo["static"]["backbone_forwards"] / demo[mode]["backbone_forwards"]
             quotes[f"{task}_{name}"] = f"{saved:.2f}"
-        quotes[f"{task}_100"] = f"{demo['spec-4']['wall_clock_ratio']:.2f}"
+        for name, mode in (("graph_8", "graph-8"), ("auto", "auto")):
+            quotes[f"{task}_{name}_100"] = f"{demo[mode]['wall_clock_ratio']:.2f}"
+            for row in results[f"bench-decode-{task}"].rows:
+                if row["mode"] == mode:
+                    quotes[f"{task}_{name}_{row['batch_size']}"] = f"{row['speedups']['static']:.2f}"
         quotes[f"{task}_dynamic_same"] = f"{demo['dynamic-0.9']['identical']:.0%}"
         quotes[f"{task}_direct_1_same"] = f"{demo['direct-1']['identical']:.1%}"
-        for row in results[f"bench-decode-{task}"].rows:
-            if row["mode"] == "spec-4":
-                quotes[f"{task}_{row['batch_size']}"] = f"{row['speedups']['static']:.2f}"
     quotes["batch_size"] = str(results["demo-words"].settings["batch_size"])
     return quotes | _quoted_costs(results) | _quoted_builds(results)
 

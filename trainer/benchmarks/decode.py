@@ -34,7 +34,7 @@ PLAIN_RULES = {
 OUTSIDE = (*PLAIN_RULES, AUTOREGRESSIVE)  # baselines that are not modes of `generate`
 DEFAULT_MODES = (
     *(STATIC, PLAIN, AUTOREGRESSIVE, "dynamic-0.9", PLAIN_DYNAMIC, "spec-2", "spec-3", "spec-4", "spec-4-self"),
-    *("spec-8-token", "direct-1", "direct-3", "remask-leave_one_out"),
+    *("graph-4", "graph-8", "auto", "spec-8-token", "direct-1", "direct-3", "remask-leave_one_out"),
 )
 STAGES = ("backbone", "head", "logits", "sampling")  # the rest of a run is bookkeeping
 

@@ -14,6 +14,7 @@ DEFAULT_KINDS = ("static", "spec", "direct", "remask-leave_one_out")
 BASELINES = ("control", "dynamic", "wide-narrow", "spec-self")  # what the head has to beat
 DEMO_MODES = (
     *("static", "static-2", "static-4", "spec-2", "spec-3", "spec-4", "spec-4-self", "spec-4-token", "spec-8-token"),
+    *("graph-4", "graph-8", "auto"),
     *("direct-1", "direct-2", "direct-3", "dynamic-0.9", "dynamic-0.7", "dynamic-0.5"),
     *("remask-leave_one_out", "remask-confidence", "remask-residual"),
 )
