@@ -28,12 +28,12 @@ BLOCK = re.compile(r"<!-- results:(\S+) -->\n.*?\n<!-- /results -->", re.DOTALL)
 README_CLOCK = """\
 `graph-8` returns exactly what `static` returns, with $words_graph_8 times fewer backbone forwards. On this easy task
 SDAR's own threshold decoding (`dynamic-0.9`), which needs no head, saves $words_dynamic times; but it is not lossless
-($words_dynamic_same of its answers are the same). Where text leaves more choices, thresholds save little: on the second
-embedded checkpoint, which completes Python functions, `dynamic-0.9` needs $code_dynamic times fewer forwards than
-`static`, `graph-8` $code_graph_8 times.
+($words_dynamic_same of its answers are the same). Where text leaves more choices, thresholds save little: on the
+second embedded checkpoint, which completes Python functions, `dynamic-0.9` needs $code_dynamic times fewer forwards
+than `static`, `graph-8` $code_graph_8 times.
 
-**On a CPU, forwards saved are not time saved.** A forward that verifies eight states of a block costs a CPU more than a
-forward over one state: `graph-8` is $words_graph_8_1 times as fast as `static` with one row at a time,
+**On a CPU, forwards saved are not time saved.** A forward that verifies eight states of a block costs a CPU more than
+one over a single state: `graph-8` is $words_graph_8_1 times as fast as `static` with one row at a time,
 $words_graph_8_16 times with 16 rows and $words_graph_8_100 times with $batch_size (Python functions: $code_graph_8_1,
 $code_graph_8_16, $code_graph_8_100). `auto` drafts only as far as it pays: $words_auto_1, $words_auto_16 and
 $words_auto_100 times ($code_auto_1, $code_auto_16, $code_auto_100). On random weights of the size of SDAR-4B, two CPU

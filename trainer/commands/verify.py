@@ -35,6 +35,12 @@ def verify(
     raw: Raw = False,
     max_new_tokens: MaxNewTokens = 64,
     steps: Annotated[int, typer.Option(metavar="K", help="Look-ahead.")] = 4,
+    candidates: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="States per verification of a draft graph.", show_default="a chain of K"
+        ),
+    ] = None,
     draft: Annotated[
         Literal["head", "self"] | None,
         typer.Option(metavar="head|self", help="What drafts.", show_default="the head when there is one"),
@@ -67,7 +73,12 @@ def verify(
     loaded, tokenizer = load(Checkpoint(model, revision, head, device, dtype))
     prompts = prompts or list(built_in_prompts(tokenizer))
     inputs = encode(tokenizer, prompts, raw=raw).to(loaded.device)
-    options = {"mrp_steps": steps, "mrp_draft": draft, "mrp_acceptance": acceptance}
+    options = {
+        "mrp_steps": steps,
+        "mrp_candidates": candidates,
+        "mrp_draft": draft,
+        "mrp_acceptance": acceptance,
+    }
     checks = check_base(loaded) + verify_decoding(loaded, tokenizer, inputs, max_new_tokens, seed, **options)
     strict, dtype_name = loaded.dtype == torch.float32, str(loaded.dtype).removeprefix("torch.")
     accepted = None
