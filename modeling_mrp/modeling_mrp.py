@@ -126,7 +126,7 @@ class MRPForDiffusionLM(CheckpointMixin, Qwen3PreTrainedModel, MRPGenerationMixi
         self.model = Qwen3Model(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mrp_head = ResidualHead(config) if config.num_mrp_layers else None
-        let_attention_unpack(self)
+        let_attention_unpack(self.model)
         self.backbone_frozen = True
         self.post_init()
         self.generation_config._from_model_config = False

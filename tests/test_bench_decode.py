@@ -90,7 +90,9 @@ def test_rows_are_consistent(tiny_model):
         assert sum(row.split.values()) == pytest.approx(1)
         assert min(row.split.values()) >= 0
         assert list(row.speedups) == list(bench.REFERENCES)
-        assert (row.head_forwards > 0) == (mode.startswith(("direct", "remask", "spec")) and mode != "spec-4-self")
+        assert (row.head_forwards > 0) == (
+            mode.startswith(("direct", "remask", "spec", "graph", "auto")) and mode != "spec-4-self"
+        )
     for size in (1, 4):
         static = rows["static", size]
         for reference in bench.REFERENCES:

@@ -199,7 +199,7 @@ def test_command_predicts_as_far_as_the_rates_reach(monkeypatch, tmp_path, capsy
     assert [costs["layers_measured"] for costs in result["costs"]] == [1, 1]
     assert mrp(["bench", "shapes", *options, "--accepted", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "acceptance rates of 1 drafts: predictions up to K = 2" in text
+    assert "acceptance rates of 1 draft: predictions up to K = 2" in text
     assert "tiny: 1 of 4 layers measured" in text
     assert text.count("verification is free") == 2
 

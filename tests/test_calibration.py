@@ -55,7 +55,7 @@ def test_calibration_chooses_the_candidate_with_the_highest_value(setup):
 
 
 def test_calibration_without_a_right_answer_says_so(setup):
-    with pytest.raises(ValueError, match="no answer to 1 prompts was right"):
+    with pytest.raises(ValueError, match="no answer to 1 prompt was right"):
         calibrate(*setup, ROWS[:1], lambda text, row: 0, settings(max_new_tokens=2), candidates=(1.0,))
 
 

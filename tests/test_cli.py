@@ -18,7 +18,19 @@ from mrp_trainer.commands.parsing import generate_options
 
 ROOT = Path(__file__).parents[1]
 BLOCK4 = ROOT / "tests" / "golden" / "block4"
-COMMANDS = ["demo", "convert", "train", "trajectories", "generate", "eval", "claims", "verify", "push", "bench"]
+COMMANDS = [
+    "demo",
+    "convert",
+    "train",
+    "trajectories",
+    "generate",
+    "eval",
+    "calibrate",
+    "claims",
+    "verify",
+    "push",
+    "bench",
+]
 BENCHMARKS = ["loss", "decode", "shapes", "train"]
 
 

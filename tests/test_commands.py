@@ -100,7 +100,7 @@ def test_options_of_generate_may_come_before_the_model(capsys, folder):
     [
         (["--mrp_mode", "specc"], "Did you mean 'spec'?"),
         (["--mrp-step", "3"], "Did you mean 'mrp_steps'?"),
-        (["--mrp_steps", "0"], "mrp_steps must be an integer of at least 1, got 0"),
+        (["--mrp_steps", "0"], 'mrp_steps must be an integer of at least 1 or "auto", got 0'),
         (["--head", "."], "holds no head"),
         (["--stream", "--json"], "--stream shows a single prompt as text"),
     ],

@@ -94,7 +94,7 @@ OPTIONS = [
     ({"qqqq": 5}, "unknown option 'qqqq' of generate.$"),
     ({"revealed_ids": PROMPT}, "unknown option 'revealed_ids'"),
     ({"mrp_mode": "spek"}, "mrp_mode must be one of .*Did you mean 'spec'?"),
-    ({"mrp_steps": 0}, "mrp_steps must be an integer of at least 1, got 0"),
+    ({"mrp_steps": 0}, 'mrp_steps must be an integer of at least 1 or "auto", got 0'),
     ({"confidence_threshold": 2}, "confidence_threshold must lie between 0 and 1, got 2"),
     ({"num_beams": 2}, "num_beams=2 is not supported"),
     ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 is not supported"),
@@ -141,7 +141,7 @@ def test_values_in_a_generation_config_are_checked_too(tiny_model):
         tiny_model().generate(PROMPT, GenerationConfig(max_new_tokens=3, mrp_mode="spce"))
     model = tiny_model()
     model.generation_config.mrp_steps = 0
-    with pytest.raises(ValueError, match="mrp_steps must be an integer of at least 1, got 0"):
+    with pytest.raises(ValueError, match='mrp_steps must be an integer of at least 1 or "auto", got 0'):
         model.generate(PROMPT, max_new_tokens=3)
 
 

@@ -7,7 +7,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from .configuration_mrp import MRPConfig
 from .masks import AttentionMask
-from .packing import Packing
+from .packing import Packing, let_attention_unpack
 
 
 class ResidualHead(nn.Module):
@@ -37,6 +37,7 @@ class ResidualHead(nn.Module):
             layer.self_attn.layer_idx = config.num_hidden_layers + index
             self.layers.append(layer)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        let_attention_unpack(self)
 
     def forward(
         self,
