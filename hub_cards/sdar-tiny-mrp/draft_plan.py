@@ -23,13 +23,12 @@ from .configuration_mrp import MRPConfig
 from .options import ALTERNATIVES, DecodingOptions
 
 RETAINED = 0.95  # weight of all earlier rounds beside a new one: the last 20 rounds or so count
-# share of the time of a forward without drafts that grows with its tokens, until forwards of two widths were measured.
-# Low, so that drafting is tried, and with it two widths are measured
-ASSUMED_SHARE = 0.1
+# tokens whose time equals that of a forward's fixed part, until forwards of two widths were measured
+ASSUMED_FIXED_TOKENS = {"cpu": 64.0, "cuda": 256.0}
 ASSUMED_HEAD_STEP = 0.1  # time of a head step beside that of a forward, until one has been measured
 ASSUMED_DEPTH = 0.3  # time of a depth beside that of a head step, until both have been measured apart
 TRUST_IN_PROFILE = 20.0  # steps of this call that count as much as the profile
-REVIEWED_EVERY = 4  # rounds that follow a plan before it is compared with the others again, which takes time too
+REVIEWED_EVERY = 4  # rounds, after the first few: comparing the plans takes time too
 HYSTERESIS = 1.03  # another plan has to promise this much more: expectations are noisy
 
 
@@ -178,22 +177,28 @@ class RoundCost(NamedTuple):
 
 
 class Costs:
-    """What rounds cost on one device with about as many rows: the backbone's forward, and drafting."""
+    """What rounds cost on one device: the backbone's forward, and drafting.
 
-    def __init__(self) -> None:
+    Args:
+        device: type of the device.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.fixed_tokens = ASSUMED_FIXED_TOKENS.get(device, ASSUMED_FIXED_TOKENS["cuda"])
         self.forward = LinearCost()  # x: one forward, y: its tokens
-        self.drafting = LinearCost()  # x: depths, y: head steps
-        # how far the rounds of a plan went, on average: with many rows, further than the profile of one row says
-        self.extent: dict[Gain, tuple[float, float, float]] = {}  # tokens per row, depths, head steps
+        self.drafting = LinearCost()  # x: depths, y: head steps of one row each
+        # how far the rounds of a plan go with about as many rows: with many, further than the profile of one says
+        self._extents: dict[tuple[Gain, int], tuple[float, float, float]] = {}
 
     def add(self, gain: Gain, cost: RoundCost, forward: float, block_size: int) -> None:
         """Add a round of a plan, whose forward and verification took the given seconds."""
         self.forward.add(1.0, cost.tokens, forward)
         if cost.depths:
-            self.drafting.add(cost.depths, cost.head_steps, cost.drafting)
-        new = (cost.tokens / cost.rows, float(cost.depths), float(cost.head_steps))
-        old = self._extent(gain, block_size)
-        self.extent[gain] = tuple(RETAINED * a + (1 - RETAINED) * b for a, b in zip(old, new, strict=True))
+            self.drafting.add(cost.depths, cost.head_steps * cost.rows, cost.drafting)
+        old = self._extent(gain, cost.rows, block_size)
+        new = (cost.tokens / cost.rows, cost.depths, cost.head_steps)
+        mean = tuple(RETAINED * a + (1 - RETAINED) * b for a, b in zip(old, new, strict=True))
+        self._extents[gain, cost.rows.bit_length()] = mean
 
     def seconds(self, gain: Gain, plain: Gain, rows: int, block_size: int) -> float:
         """Return the expected seconds of a round.
@@ -204,17 +209,18 @@ class Costs:
             rows: number of running rows.
             block_size: tokens per block.
         """
-        tokens, depths, head_steps = self._extent(gain, block_size)
-        plain_tokens = plain.tokens * block_size * rows
-        ratio = (1 - ASSUMED_SHARE) / ASSUMED_SHARE * plain_tokens
-        per_forward, per_token = self.forward.coefficients(ratio) or (ratio, 1.0)
-        assumed = ASSUMED_HEAD_STEP * (per_forward + per_token * plain_tokens)
-        per_depth, per_head_step = self.drafting.coefficients(ASSUMED_DEPTH) or (ASSUMED_DEPTH * assumed, assumed)
-        return per_forward + per_token * tokens * rows + per_depth * depths + per_head_step * head_steps
+        tokens, depths, head_steps = self._extent(gain, rows, block_size)
+        per_forward, per_token = self.forward.coefficients(self.fixed_tokens) or (self.fixed_tokens, 1.0)
+        head_step = ASSUMED_HEAD_STEP * (per_forward + per_token * plain.tokens * block_size * rows)
+        measured = self.drafting.coefficients(ASSUMED_DEPTH * rows)
+        per_depth, per_head_step = measured or (ASSUMED_DEPTH * head_step, head_step / rows)
+        drafting = per_depth * depths + per_head_step * head_steps * rows
+        return per_forward + per_token * tokens * rows + drafting
 
-    def _extent(self, gain: Gain, block_size: int) -> tuple[float, float, float]:
-        """Return how far the rounds of a plan go: as observed, starting from the profile."""
-        return self.extent.get(gain, (gain.tokens * block_size, gain.depths, gain.head_steps))
+    def _extent(self, gain: Gain, rows: int, block_size: int) -> tuple[float, float, float]:
+        """Return the tokens per row, depths and head steps of a round: as observed, starting from the profile."""
+        of_profile = gain.tokens * block_size, gain.depths, gain.head_steps
+        return self._extents.get((gain, rows.bit_length()), of_profile)
 
 
 _remembered: WeakKeyDictionary[torch.nn.Module, dict[tuple, Costs]] = WeakKeyDictionary()
@@ -238,22 +244,22 @@ class Planner:
         gains = draft_profile(model.config, options.mrp_draft)
         self.plain = gains[0]
         self.gains = [gain for gain in gains if gain.candidates <= options.candidates]
-        self.key = str(model.device), str(model.dtype), options.mrp_draft
-        self.costs = _remembered.setdefault(model, {})
+        key = str(model.device), str(model.dtype), options.mrp_draft
+        self.costs = _remembered.setdefault(model, {}).setdefault(key, Costs(model.device.type))
         self.chosen = self.plain
-        self.reviewed_in = 0  # rounds
+        self.rounds = 0
         self.gained = self.expected = TRUST_IN_PROFILE  # steps beyond the first of a round, per row
 
     def plan(self, rows: int) -> DraftPlan:
         """Return the plan of the next round for this number of running rows."""
         if self.fixed is not None:
             return self.fixed
-        self.reviewed_in = (self.reviewed_in or REVIEWED_EVERY) - 1
-        if self.reviewed_in != REVIEWED_EVERY - 1:
+        self.rounds += 1
+        if self.rounds > REVIEWED_EVERY and self.rounds % REVIEWED_EVERY:
             return self.chosen.plan(self.block_size)
-        costs, ratio = self._costs(rows), self.gained / self.expected
+        ratio = self.gained / self.expected
         pace = {
-            gain: (1 + (gain.steps - 1) * ratio) / costs.seconds(gain, self.plain, rows, self.block_size)
+            gain: (1 + (gain.steps - 1) * ratio) / self.costs.seconds(gain, self.plain, rows, self.block_size)
             for gain in self.gains
         }
         best = max(pace, key=pace.get)
@@ -277,13 +283,10 @@ class Planner:
         cost, self.round = self.round, None
         if cost is None or self.fixed is not None:
             return
-        self._costs(cost.rows).add(self.chosen, cost, now - cost.drafted, self.block_size)
+        self.costs.add(self.chosen, cost, now - cost.drafted, self.block_size)
         if self.chosen.steps > 1:
             self.gained = RETAINED * self.gained + gained / cost.rows
             self.expected = RETAINED * self.expected + self.chosen.steps - 1
-
-    def _costs(self, rows: int) -> Costs:
-        return self.costs.setdefault((*self.key, rows.bit_length()), Costs())
 
 
 _observers: WeakKeyDictionary[torch.nn.Module, Callable[[RoundCost], None]] = WeakKeyDictionary()
