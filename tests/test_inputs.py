@@ -117,6 +117,8 @@ OPTIONS = [
     ({"bad_words_ids": [[5], [6, 7]]}, r"bad_words_ids and sequence_bias take single tokens only .* got \[6, 7\]"),
     ({"do_sample": True, "temperature": "nan"}, "temperature must be above 0 with do_sample=True, got 'nan'"),
     ({"do_sample": True, "temperature": float("nan")}, "temperature must be above 0 with do_sample=True, got nan"),
+    ({"stop_strings": ["so", ""]}, "stop_strings must not hold an empty string"),
+    ({"stop_strings": ""}, "stop_strings must not hold an empty string"),
     ({"do_sample": True, "temperature": 0.0}, "temperature must be above 0 with do_sample=True, got 0.0"),
     ({"do_sample": True, "temperature": -1.0}, "temperature must be .*-1.0"),
     ({"max_new_tokens": 0}, "max_new_tokens"),

@@ -12,6 +12,10 @@ from .draft_plan import DraftPlan
 from .options import DecodingOptions
 from .sampling import Sampler, TokenChoice
 
+# a step whose tokens have probabilities p is that much less likely: the product of p to this power. On both embedded
+# checkpoints, exponents from 0 to 1 saved equally many forwards within one percent
+TOKEN_EXPONENT = 0.5
+
 
 def current_states(state: BlockState) -> Candidates:
     """Return one candidate per running row: its current block as it is."""
@@ -34,11 +38,6 @@ def with_shadow(state: BlockState, candidates: Candidates) -> Candidates:
         torch.cat([candidates.stream, -candidates.stream], dim=1),
         torch.cat([candidates.depth, candidates.depth], dim=1),
     )
-
-
-# a step whose tokens have probabilities p is that much less likely: the product of p to this power. On both embedded
-# checkpoints, exponents from 0 to 1 saved equally many forwards within one percent
-TOKEN_EXPONENT = 0.5
 
 
 class Drafts(NamedTuple):
@@ -64,9 +63,8 @@ class Drafter:
                    and alternatives; equal states are one node (see draft_graph.py)
         ...        up to depth K - 1
 
-    All states of one depth go through one batched head step. With as many places for candidates as depths, each state
-    has one successor, and the graph is a chain. With `mrp_draft="self"` there is no head: every step reads the
-    backbone's logits of the last round.
+    All states of one depth go through one batched head step. In a chain, which is a graph of width 1, there are no
+    alternatives. With `mrp_draft="self"` there is no head: every step reads the backbone's logits of the last round.
 
     Across the block border. A draft that completes its block is followed by the *opening state* of the next block, all
     masked. The complete draft is labelled as a clean block, so the opening state sees it as its context. If the

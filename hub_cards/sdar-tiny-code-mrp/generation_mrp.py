@@ -158,6 +158,7 @@ class MRPGenerationMixin(GenerationMixin):
                 known = (*OPTION_NAMES, *stored, *MODEL_ARGUMENTS)
                 raise ValueError(f"unknown option {name!r} of generate.{nearest(name, known)}")
         _check_temperature(generation_config)
+        _check_stop_strings(generation_config)
         values = {name: stored[name] for name in OPTION_NAMES if name in stored}
         if ours.get("mrp_candidates") is not None and values.get("mrp_steps") == "auto":
             del values["mrp_steps"]  # a number that is asked for is not a bound of the checkpoint's default
@@ -298,6 +299,12 @@ def _check_temperature(config: GenerationConfig):
     if not config.do_sample or value is None or (isinstance(value, int | float) and 0 < value < float("inf")):
         return
     raise ValueError(f"temperature must be above 0 with do_sample=True, got {value!r}: use do_sample=False")
+
+
+def _check_stop_strings(config: GenerationConfig):
+    given = config.stop_strings
+    if "" in ([given] if isinstance(given, str) else given or ()):
+        raise ValueError(f"stop_strings must not hold an empty string, which every text ends in, got {given!r}")
 
 
 def _split_processors(processors):
