@@ -157,3 +157,13 @@ def test_calibrate_stores_a_profile_that_auto_uses(checkpoint, tmp_path, capsys)
 def test_a_malformed_profile_is_refused(tiny_model, profile):
     with pytest.raises(ValueError, match="draft_profile must be .*mrp calibrate"):
         tiny_model(draft_profile=profile)
+
+
+def test_other_modes_take_their_default_number_of_steps_where_the_checkpoint_says_auto(tiny_model):
+    """The generation config of a checkpoint says "auto", which only spec knows."""
+    model = sharp_head(tiny_model(block_size=8))
+    inputs = batch(random_prompts())
+    expected, _ = generate(model, inputs, mrp_mode="direct", mrp_steps=3)
+    for mode in ("direct", "remask", None):
+        auto, _ = generate(model, inputs, mrp_mode=mode, mrp_steps="auto")
+        assert mode != "direct" or auto.equal(expected)

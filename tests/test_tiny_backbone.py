@@ -201,7 +201,7 @@ def test_complete_build_in_small(tmp_path, monkeypatch, task):
     out = tmp_path / task.folder.name
     for _ in range(2):  # the second call only loads what the first one finished
         built = build_tiny.build(recipe, tmp_path / "scratch", out)
-    steps = ["backbone", "head", "refinement", "threshold", "acceptance", "evaluation"]
+    steps = ["backbone", "head", "refinement", "threshold", "acceptance", "draft profile", "evaluation"]
     assert [row["step"] for row in built.rows] == steps
     assert built.figures["forwards_saved"]["spec-4"] > 0
     model, loaded = AutoModel.from_pretrained(out), AutoTokenizer.from_pretrained(out)

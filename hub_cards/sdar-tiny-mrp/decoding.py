@@ -265,7 +265,7 @@ class Decoder:
     def step_from_corrected_logits(self, context: torch.Tensor | None) -> None:
         """Take up to K steps by the same rule on logits that the head has corrected."""
         state, hidden = self.state, self.state.hidden
-        for _ in range(self.options.mrp_steps):
+        for _ in range(self.options.look_ahead):
             block = state.block
             stepping = state.running & ~state.settled(block)
             total = int(stepping.sum())  # waits for the device, see above
