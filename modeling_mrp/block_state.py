@@ -247,25 +247,24 @@ class BlockState:
         """
         return self._settled(blocks, self._eos(blocks))
 
-    def continues_after(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return whether a row continues with its next block after a settled state of the current one.
+    def outlook(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return whether a block is settled (see `settled`), and whether its row continues with the next block then.
 
         Args:
             blocks: one or more states of each row's current block, [R, ..., B].
 
         Returns:
-            Boolean [R, ...].
+            Two booleans, [R, ...] each.
         """
-        return self._continues(self._eos(blocks))
+        eos = self._eos(blocks)
+        settled = self._settled(blocks, eos)
+        has_more = self.starts + self.block_size < self.limits
+        return settled, settled & ~eos.any(-1) & has_more.view(-1, *[1] * (settled.dim() - 1))
 
     def _settled(self, blocks, eos):
         after_eos = eos.cumsum(-1) > eos
         returned = ~after_eos & self._expand(self.positions < self.limits[:, None], blocks)
         return ~((blocks == self.mask_token_id) & returned).any(-1)
-
-    def _continues(self, eos):
-        has_more = self.starts + self.block_size < self.limits
-        return ~eos.any(-1) & has_more.view(-1, *[1] * (eos.dim() - 2))
 
     def _eos(self, blocks):
         """Return which tokens are ends of text that were generated, [R, ..., B]."""
@@ -281,11 +280,10 @@ class BlockState:
 
         A completed block becomes pending: its keys and values are computed in the next forward, beside the next block.
         """
-        block = self.block
-        eos = self._eos(block)
-        settled = self._settled(block, eos) & self.running & (self.faults == NO_FAULT)
-        moved = settled & self._continues(eos)
-        self.running = self.running & (moved | ~settled)
+        settled, continues = self.outlook(self.block)
+        done = settled & self.running & (self.faults == NO_FAULT)
+        moved = done & continues
+        self.running = self.running & (moved | ~done)
         shift = moved * self.block_size
         self.starts = self.starts + shift
         self.positions = self.positions + shift[:, None]

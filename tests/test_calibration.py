@@ -1,5 +1,6 @@
 """The calibrated remask threshold: how it is chosen, and where it is stored."""
 
+import json
 import math
 
 import pytest
@@ -72,3 +73,12 @@ def test_a_threshold_is_stored_in_our_checkpoints_only(golden_folder, tmp_path):
     for folder in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(ValueError, match="not the folder of a converted checkpoint"):
             store_in_config(folder, calibrated_remask_threshold=2.0)
+
+
+def test_results_of_an_embedded_checkpoint_are_stored_by_its_name(tmp_path, monkeypatch):
+    """`mrp eval words --calibrate` said that words was not the folder of a checkpoint."""
+    (tmp_path / "sdar-tiny-mrp").mkdir()
+    (tmp_path / "sdar-tiny-mrp" / "config.json").write_text('{"model_type": "sdar_mrp"}')
+    monkeypatch.setattr("mrp_trainer.checkpoints.weight_files.EMBEDDED", tmp_path)
+    file = store_in_config("words", calibrated_remask_threshold=2.0)
+    assert json.loads(file.read_text())["calibrated_remask_threshold"] == 2.0

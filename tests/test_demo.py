@@ -14,7 +14,7 @@ TASK = TASKS["words"]
 
 @pytest.fixture
 def few_modes(monkeypatch):
-    monkeypatch.setattr("mrp_trainer.evaluation.task_evaluation.DEMO_MODES", ("static", "spec-4", "dynamic-0.5"))
+    monkeypatch.setattr("mrp_trainer.evaluation.task_evaluation.DEMO_MODES", ("static", "graph-8", "dynamic-0.5"))
 
 
 def test_the_table_has_a_row_per_mode_and_the_sentence_says_what_it_shows(capsys, few_modes):
@@ -23,8 +23,8 @@ def test_the_table_has_a_row_per_mode_and_the_sentence_says_what_it_shows(capsys
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed if line.startswith("| ")]
     assert cells[0] == ["mode", "accuracy", "tokens/forward", "forwards", "time ratio", "identical"]
     static, spec, _ = (dict(zip(cells[0], row, strict=True)) for row in cells[2:])
-    assert (static["mode"], spec["mode"], spec["identical"]) == ("static", "spec-4", "100.0%")
-    (sentence,) = [line for line in printed if line.startswith("spec-4 returned")]
+    assert (static["mode"], spec["mode"], spec["identical"]) == ("static", "graph-8", "100.0%")
+    (sentence,) = [line for line in printed if line.startswith("graph-8 returned")]
     saved = int(static["forwards"]) / int(spec["forwards"])
     assert f"static's text in 100% of the answers with {saved:.2f}x fewer forwards of the backbone" in sentence
     assert printed[-1].endswith("forwards of the backbone") and printed[-2].startswith("answer  ")
@@ -78,8 +78,10 @@ def test_a_task_that_cannot_tell_right_from_wrong_has_no_accuracy(capsys, monkey
 def test_the_closing_sentence_follows_from_the_rows(shown, expected):
     names = "forwards", "time_ratio", "identical"
     rows = [{"mode": "static", "forwards": 200, "time_ratio": 1.0, "identical": 1.0}]
-    rows.append({"mode": "spec-4"} | dict(zip(names, shown, strict=True)))
+    rows.append({"mode": "graph-8"} | dict(zip(names, shown, strict=True)))
     assert conclusion(rows).endswith(expected)
+    rows.append({"mode": "auto", "forwards": 150, "time_ratio": 1.6, "identical": 1.0})
+    assert conclusion(rows).endswith(f"{expected} auto, the default, which drafts only as far as it pays, took 0.62x.")
 
 
 def test_the_modes_keep_the_names_that_readers_of_the_json_know():

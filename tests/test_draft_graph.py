@@ -80,7 +80,7 @@ def test_a_complete_state_without_a_place_for_the_opening_state_gets_none_either
 
 def test_a_heavier_complete_state_of_a_later_depth_takes_the_opening_state_over():
     graph = graph_of(8)
-    graph.add(nodes(((1, 2, MASK), 0.8), ((1, 5, 6), 0.1), depth=1), torch.tensor([[False, True]]), ~no(2))
+    graph.add(nodes(((1, 2, MASK), 0.8), ((1, 5, 6), 0.1), depth=1), *2 * [torch.tensor([[False, True]])])
     graph.add(nodes(((1, 2, 3), 0.7), depth=2), ~no(1), ~no(1))
     candidates = candidates_of(graph)
     assert candidates.blocks[0].tolist() == [[1, MASK, MASK], [1, 2, MASK], [1, 2, 3], [MASK, MASK, MASK]]

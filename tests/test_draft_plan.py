@@ -6,7 +6,16 @@ import pytest
 import torch
 from decoding_calls import batch, generate, random_prompts, sharp_head
 
-from modeling_mrp.draft_plan import DraftPlan, Gain, LinearCost, Planner, RoundCost, draft_profile, observe_rounds
+from modeling_mrp.draft_plan import (
+    DraftPlan,
+    Gain,
+    LinearCost,
+    Planner,
+    RoundCost,
+    draft_profile,
+    observe_rounds,
+    planner_for,
+)
 from modeling_mrp.options import DecodingOptions
 from mrp_trainer.commands.cli import main
 
@@ -17,7 +26,7 @@ PROFILE = {"head": [vars(gain) for gain in (PLAIN, SMALL, LARGE)]}
 def planner_of(model, **options) -> Planner:
     model.config.draft_profile = PROFILE
     options = {"mrp_mode": "spec", "mrp_steps": "auto"} | options
-    return Planner(model, DecodingOptions.resolve(options, model.config))
+    return planner_for(model, DecodingOptions.resolve(options, model.config))
 
 
 def decode(planner: Planner, rows: int, rounds: int, per_token: float, per_head_step: float, ratio: float = 1.0):
@@ -139,7 +148,7 @@ def test_calibrate_stores_a_profile_that_auto_uses(checkpoint, tmp_path, capsys)
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("what is one plus two", "so the")))
     arguments = ["--data", str(data), "--max-new-tokens", "12", "--raw", "--limit", "2"]
     assert main(["calibrate", str(checkpoint), *arguments]) in (0, None)
-    assert "draft_profile of 2 prompts stored" in capsys.readouterr().out
+    assert "stored draft_profile of 2 prompts in " in capsys.readouterr().out
     profile = json.loads((checkpoint / "config.json").read_text())["draft_profile"]
     gains = [Gain(**values) for values in profile["head"]]
     assert gains[0].candidates == 1 and gains[0].steps == 1 and gains[0].depths == 0

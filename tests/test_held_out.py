@@ -151,7 +151,7 @@ def test_headings_of_claims_say_what_is_left_out(one_missing, capsys, options):
 
 
 def test_heading_of_the_demo_says_what_is_left_out(one_missing, capsys, monkeypatch):
-    monkeypatch.setattr("mrp_trainer.evaluation.task_evaluation.DEMO_MODES", ("static", "spec-4"))
+    monkeypatch.setattr("mrp_trainer.evaluation.task_evaluation.DEMO_MODES", ("static", "graph-8"))
     assert mrp(["demo", "--model", "code", "--samples", "3"]) == 0
     heading, note = capsys.readouterr().out.splitlines()[:2]
     assert f"{len(CODE.held_out('test', 3))} held-out samples" in heading and note == one_missing

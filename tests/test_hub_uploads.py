@@ -65,7 +65,7 @@ def test_the_names_of_the_files_are_printed(project, uploads, capsys):
 
 
 def test_a_failed_upload_during_training_is_a_warning(project, uploads, tmp_path, caplog):
-    """It was silent: nobody asked the job in the background what had become of it."""
+    """Such failures were silent, because the result of the upload in the background was never read."""
     uploads.fail = True
     with pytest.raises(OSError, match=r"pushing to me/run failed: no connection \(the head is saved: mrp push .*run"):
         main([project(max_steps=2, push_to_hub=True, save_steps=1, hub_always_push=True)])

@@ -49,7 +49,7 @@ import torch
 from .block_cache import BlockCache
 from .block_state import BlockState, Fault
 from .cached_forwards import CachedForwards, Candidates
-from .draft_plan import Planner, RoundCost
+from .draft_plan import RoundCost, planner_for
 from .drafting import Drafter, current_states, with_shadow
 from .options import DecodingOptions
 from .remasking import HeadRemasker, revoke_doubted_tokens
@@ -85,7 +85,7 @@ class Decoder:
         self.pad_token_id = pad_token_id
         self.cache = BlockCache(len(state.tokens), self._capacity(), state.block_size, state.tokens.device)
         self.forwards = CachedForwards(model, self.cache, options)
-        self.planner = Planner(model, options)
+        self.planner = planner_for(model, options)
         self.crossed_rows = 0  # in the current round
         self.drafter = Drafter(self.forwards, sampler, options)
         self.verifier = Verifier(sampler, options)

@@ -224,9 +224,40 @@ class Costs:
 
 
 _remembered: WeakKeyDictionary[torch.nn.Module, dict[tuple, Costs]] = WeakKeyDictionary()
+_observers: WeakKeyDictionary[torch.nn.Module, Callable[[RoundCost], None]] = WeakKeyDictionary()
 
 
 class Planner:
+    """Follows one plan in every round.
+
+    Args:
+        model: the model, whose rounds may be observed.
+        plan: the plan.
+    """
+
+    def __init__(self, model: torch.nn.Module, plan: DraftPlan) -> None:
+        self.current = plan
+        self._observer = _observers.get(model)
+
+    def plan(self, rows: int) -> DraftPlan:
+        """Return the plan of the next round for this number of running rows."""
+        return self.current
+
+    def begin(self, cost: RoundCost) -> None:
+        """Note what a round has done up to its verification."""
+        if self._observer is not None:
+            self._observer(cost)
+
+    def end(self, now: float, gained: int) -> None:
+        """Note the end of the round.
+
+        Args:
+            now: when it ended, in seconds of `time.perf_counter`.
+            gained: denoising steps beyond the first of each row, all rows together.
+        """
+
+
+class AdaptivePlanner(Planner):
     """Chooses the plan of every round.
 
     Args:
@@ -235,28 +266,26 @@ class Planner:
     """
 
     def __init__(self, model: torch.nn.Module, options: DecodingOptions) -> None:
-        self.fixed = None if options.adaptive else DraftPlan.of(options)
-        self.round: RoundCost | None = None  # the round that is under way
-        self.on_round: Callable[[RoundCost], None] | None = _observers.get(model)
-        if self.fixed is not None:
-            return
-        self.block_size = options.block_size
         gains = draft_profile(model.config, options.mrp_draft)
-        self.plain = gains[0]
+        self.block_size = options.block_size
+        self.plain = self.chosen = gains[0]
+        super().__init__(model, self.chosen.plan(self.block_size))
         self.gains = [gain for gain in gains if gain.candidates <= options.candidates]
         key = str(model.device), str(model.dtype), options.mrp_draft
         self.costs = _remembered.setdefault(model, {}).setdefault(key, Costs(model.device.type))
-        self.chosen = self.plain
+        self.round: RoundCost | None = None  # the round that is under way
         self.rounds = 0
         self.gained = self.expected = TRUST_IN_PROFILE  # steps beyond the first of a round, per row
 
     def plan(self, rows: int) -> DraftPlan:
         """Return the plan of the next round for this number of running rows."""
-        if self.fixed is not None:
-            return self.fixed
         self.rounds += 1
-        if self.rounds > REVIEWED_EVERY and self.rounds % REVIEWED_EVERY:
-            return self.chosen.plan(self.block_size)
+        if self.rounds <= REVIEWED_EVERY or self.rounds % REVIEWED_EVERY == 0:
+            self._review(rows)
+        return self.current
+
+    def _review(self, rows: int) -> None:
+        """Compare the plans, and change to the best if it promises enough."""
         ratio = self.gained / self.expected
         pace = {
             gain: (1 + (gain.steps - 1) * ratio) / self.costs.seconds(gain, self.plain, rows, self.block_size)
@@ -264,24 +293,17 @@ class Planner:
         }
         best = max(pace, key=pace.get)
         if pace[best] > HYSTERESIS * pace[self.chosen]:
-            self.chosen = best
-        return self.chosen.plan(self.block_size)
+            self.chosen, self.current = best, best.plan(self.block_size)
 
     def begin(self, cost: RoundCost) -> None:
         """Note what a round has done up to its verification; `end` records it."""
+        super().begin(cost)
         self.round = cost
-        if self.on_round is not None:
-            self.on_round(cost)
 
     def end(self, now: float, gained: int) -> None:
-        """Record the round that `begin` noted, if any.
-
-        Args:
-            now: when it ended, in seconds of `time.perf_counter`.
-            gained: denoising steps beyond the first of each row, all rows together.
-        """
+        """Record what the round that `begin` noted has cost and gained; rounds that it did not note are left out."""
         cost, self.round = self.round, None
-        if cost is None or self.fixed is not None:
+        if cost is None:
             return
         self.costs.add(self.chosen, cost, now - cost.drafted, self.block_size)
         if self.chosen.steps > 1:
@@ -289,7 +311,9 @@ class Planner:
             self.expected = RETAINED * self.expected + self.chosen.steps - 1
 
 
-_observers: WeakKeyDictionary[torch.nn.Module, Callable[[RoundCost], None]] = WeakKeyDictionary()
+def planner_for(model: torch.nn.Module, options: DecodingOptions) -> Planner:
+    """Return the planner that the decoding options ask for."""
+    return AdaptivePlanner(model, options) if options.adaptive else Planner(model, DraftPlan.of(options))
 
 
 @contextmanager

@@ -113,8 +113,8 @@ class Drafter:
                 level = level._replace(source=number.expand_as(level.source))
                 head_steps += 1
             steps = self._steps(state, level, estimate, depth, context, plan.alternatives)
-            continues = state.continues_after(steps.blocks) & self.crosses_border
-            level = graph.add(steps, state.settled(steps.blocks), continues)
+            settled, continues = state.outlook(steps.blocks)
+            level = graph.add(steps, settled, continues & self.crosses_border)
             if level.weight.shape[1] > plan.width:
                 level = level.take(level.order()[:, : plan.width])
             # waits for the device: a head step or a candidate that no row uses would cost more than the wait

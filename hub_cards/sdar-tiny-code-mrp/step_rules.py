@@ -84,8 +84,7 @@ class StepRule:
         strength = (1 / entropy.clamp(min=TINY) if self.needs_entropy else odds(confidence)).masked_fill(~masked, 0.0)
         if self.strategy == "sequential":  # every position is infinitely stronger than those to the right of it
             order = (~masked).long().sort(dim=-1, stable=True).indices
-            first = strength.gather(-1, order) > 0
-            next_one = torch.nn.functional.one_hot(torch.zeros_like(order), count) * first[..., None]
+            next_one = torch.nn.functional.one_hot(torch.zeros_like(order), count)
         else:
             strength, order = strength.sort(dim=-1, descending=True, stable=True)
             windows = torch.nn.functional.pad(strength, (0, count - 1)).unfold(-1, count, 1)

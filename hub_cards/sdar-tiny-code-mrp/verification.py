@@ -1,8 +1,8 @@
 """Verification: how far the backbone follows the drafted candidates, and its own step from there.
 
 The backbone's step on a candidate is the candidate after one step of the step rule on the backbone's own logits. One
-forward gives the steps on all candidates. The *walk* starts at the current block, which is certain, and goes on from
-candidate to candidate as long as the step leads to one (a graph of five candidates, see draft_graph.py):
+forward gives the steps on all candidates. The *walk* starts at the current block, which is certain, and moves from
+candidate to candidate for as long as the step leads to one. With five candidates (see draft_graph.py):
 
     current block --step--> candidate 2 --step--> candidate 4 --step--> no candidate
     a _ _ _                 a b _ _               a b _ d               a b c d

@@ -102,12 +102,12 @@ class DraftGraph:
         Args:
             nodes: the nodes.
             settled: which of them need no further step, boolean [R, N].
-            continues: after which of them the opening state of the next block may be read, boolean [R, N].
+            continues: which of those the opening state of the next block may follow, boolean [R, N].
 
         Returns:
             The nodes that have a place and from which drafting may continue; the others have weight 0.
         """
-        complete = join(self.complete, nodes.weighing(torch.where(settled & continues, nodes.weight, 0.0)))
+        complete = join(self.complete, nodes.weighing(torch.where(continues, nodes.weight, 0.0)))
         self.complete = complete.take(complete.order()[:, :1])
         nodes = nodes.weighing(nodes.weight.masked_fill(settled, 0.0))
         before = self.nodes.weight.shape[1]

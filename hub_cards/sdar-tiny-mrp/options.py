@@ -130,7 +130,7 @@ class DecodingOptions:
         return (
             self.mrp_mode == "direct"
             or (self.mrp_mode == "remask" and not self.revokes)
-            or (self.mrp_mode == "spec" and self.mrp_draft == "head" and self.look_ahead > 1)
+            or (self.mrp_mode == "spec" and self.mrp_draft == "head" and self.depths > 1)
         )
 
     @property

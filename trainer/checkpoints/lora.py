@@ -90,8 +90,8 @@ def apply_backbone_adapter(
 
     Raises:
         OSError: if the adapter is neither a folder nor can be downloaded.
-        ValueError: if there is no adapter, or it does not fit the backbone; or if it cannot stay separate, because it
-            changes `lm_head` or holds whole modules. The model must be discarded then.
+        ValueError: if there is no adapter, or if the adapter does not fit the backbone, changes `lm_head` or holds
+            whole modules, so that it cannot stay separate. The model must be discarded then.
     """
     check_no_live_adapter(model)
     hub = {name: kwargs.pop(name) for name in ("revision", "token", "cache_dir") if name in kwargs}

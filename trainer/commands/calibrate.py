@@ -52,12 +52,13 @@ def calibrate(
     check_at_least(1, limit=limit, max_new_tokens=max_new_tokens)
 
     from ..checkpoints.loading import load
-    from ..evaluation.calibration import check_can_store, store_in_config
+    from ..data.wording import counted
+    from ..evaluation.calibration import config_file, store_in_config
     from ..evaluation.decoding import prompt_ids
     from ..evaluation.draft_profile import measure_profile
     from ..evaluation.runs import read_eval_rows
 
-    check_can_store(model)
+    config_file(model)  # before the model is loaded: it may raise
     rows = read_eval_rows(data, name=data_config, split=split, prompt_field=prompt_field, answer_field=answer_field)
     rows = rows[skip:][:limit]
     if not rows:
@@ -69,16 +70,12 @@ def calibrate(
     prompts = [prompt_ids(tokenizer, row, raw) for row in rows]
     if not as_json:
         print(f"{'candidates':>10} {'depths per head step':>21} {'steps per forward':>18} {'head steps':>11}")
-    gains = measure_profile(loaded, prompts, draft, max_new_tokens, on_gain=_ignore if as_json else _print)
+    gains = measure_profile(loaded, prompts, draft, max_new_tokens, **{} if as_json else {"on_gain": _print})
     profile = [asdict(gain) for gain in gains]
-    store_in_config(model, draft_profile=(loaded.config.draft_profile or {}) | {draft: profile})
-    print(json.dumps(profile) if as_json else f"draft_profile of {len(rows)} prompts stored in {model}/config.json")
+    file = store_in_config(model, draft_profile=(loaded.config.draft_profile or {}) | {draft: profile})
+    print(json.dumps(profile) if as_json else f"stored draft_profile of {counted(len(rows), 'prompt')} in {file}")
 
 
 def _print(gain) -> None:
     figures = f"{gain.candidates:10} {gain.drafts_per_head_step:21} {gain.steps:18.2f} {gain.head_steps:11.2f}"
     print(figures, flush=True)
-
-
-def _ignore(gain) -> None:
-    pass

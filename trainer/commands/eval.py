@@ -95,8 +95,9 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="KINDS",
-            help="Kinds of modes: static, control, dynamic, wide-narrow, spec, spec-self, spec-token, direct, "
-            "remask-leave_one_out, remask-confidence, remask-residual.",
+            help="Kinds of modes: static, control, dynamic, wide-narrow, spec, spec-self, spec-token, graph, "
+            "graph-self, graph-token, auto, auto-self, auto-token, direct, remask-leave_one_out, remask-confidence, "
+            "remask-residual.",
             show_default="static,spec,direct,remask-leave_one_out",
         ),
     ] = None,
@@ -108,7 +109,9 @@ def evaluate(
         list[float],
         typer.Option(metavar="NUMBERS", help="Thresholds of dynamic, wide-narrow and remask."),
     ] = THRESHOLDS,
-    steps: Annotated[list[int], typer.Option(metavar="NUMBERS", help="Look-ahead K of spec and direct.")] = STEPS,
+    steps: Annotated[
+        list[int], typer.Option(metavar="NUMBERS", help="Look-ahead K of spec, graph and direct.")
+    ] = STEPS,
     grid: Annotated[
         str | None,
         typer.Option(
@@ -167,7 +170,7 @@ def evaluate(
     from ..checkpoints.output_paths import check_output
     from ..data.wording import counted
     from ..evaluation import plots as drawing
-    from ..evaluation.calibration import check_can_store
+    from ..evaluation.calibration import config_file
     from ..evaluation.runs import Settings, read_eval_rows
     from ..evaluation.scorers import check_rows, load_scorer
 
@@ -178,7 +181,7 @@ def evaluate(
     rows = read_eval_rows(data, name=data_config, split=split, prompt_field=prompt_field, answer_field=answer_field)
     check_rows(scorer, rows)
     if calibrate is not None:
-        check_can_store(model)
+        config_file(model)  # before the model is loaded: it may raise
     elif plots:
         drawing.require_matplotlib()
     rows = rows[skip:][:limit] if calibrate is None else rows[:calibrate]
@@ -353,9 +356,9 @@ def _calibrate(name: str, model, tokenizer, rows, score, settings: "Settings", a
         print(line.format(**figures), file=sys.stderr)
 
     threshold = calibrate(model, tokenizer, rows, score, settings, on_candidate=show)
-    store_in_config(name, calibrated_remask_threshold=threshold)
+    file = store_in_config(name, calibrated_remask_threshold=threshold)
     if as_json:
         print(json.dumps({"calibrated_remask_threshold": threshold, "prompts": len(rows)}))
     else:
-        print(f"stored calibrated_remask_threshold {threshold:g} in {Path(name) / 'config.json'}")
+        print(f"stored calibrated_remask_threshold {threshold:g} in {file}")
         print(f"evaluate on other prompts: --skip {len(rows)} leaves these out")

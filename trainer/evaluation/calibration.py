@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp import MRPForDiffusionLM
 
+from ..checkpoints.weight_files import local_source
 from ..data.wording import counted
 from .decoding import Totals, decode_prompts, prompt_ids
 from .frontier import accuracy_weight
@@ -79,23 +80,31 @@ def calibrate(
     return best["remask_threshold"]
 
 
-def store_in_config(folder: str | Path, **values: Any) -> None:
-    """Write values into the config.json of a converted checkpoint, atomically.
+def store_in_config(source: str | Path, **values: Any) -> Path:
+    """Write values into the config.json of a converted checkpoint, atomically, and return the file.
 
     Raises:
-        ValueError: if the folder does not hold one.
+        ValueError: if the source is not the folder of one.
     """
-    check_can_store(folder)
-    path = Path(folder) / "config.json"
+    path = config_file(source)
     config = json.loads(path.read_text(encoding="utf-8"))
     write_json(path, config | values)
+    return path
 
 
-def check_can_store(folder: str | Path) -> None:
-    """Raise a ValueError unless the folder holds a converted checkpoint, whose config can keep the result."""
-    path = Path(folder) / "config.json"
+def config_file(source: str | Path) -> Path:
+    """Return the config.json of a converted checkpoint, which can keep what a calibration finds.
+
+    Args:
+        source: folder of the checkpoint, or the name of an embedded one.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    path = Path(local_source(source)) / "config.json"
     if not path.is_file() or json.loads(path.read_text(encoding="utf-8")).get("model_type") != "sdar_mrp":
         raise ValueError(
-            f"{folder} is not the folder of a converted checkpoint, so nothing can be stored: "
+            f"{source} is not the folder of a converted checkpoint, so nothing can be stored: "
             "make one with `mrp convert` first"
         )
+    return path
