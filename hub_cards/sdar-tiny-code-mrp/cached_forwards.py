@@ -106,9 +106,8 @@ class CachedForwards:
         self.cache = cache
         self.head_reads_clean_blocks = options.uses_head
         self.has_shadows = options.revokes
-        self.backbone_tokens = (
-            0  # tokens that the last forward of the backbone read, padding included if it was not packed
-        )
+        # tokens that went through the layers in the last forward of the backbone, padding included where it was read
+        self.backbone_tokens = 0
         self._placed: dict[tuple[int, int], Placement] = {}  # results of `_place_states`
 
     def backbone(self, state: BlockState, candidates: Candidates) -> torch.Tensor:
@@ -127,7 +126,7 @@ class CachedForwards:
             state.forwards[:, BACKBONE] += state.running
             one = live.shape[1] == 1  # a state by itself: most forwards without drafts
             placement = self._place_states(state, 1) if one else self._place(positions, stream, real)
-            return self._run(self.model.backbone_hidden_states, placement, real, candidates.total_live, blocks)
+            return self._run_backbone(placement, real, candidates.total_live, blocks)
 
         # group g of a row is clean block g if g < pending, and candidate g - pending after that. A row without pending
         # blocks needs C groups, and one with pending blocks has at most most_beside_clean live candidates after them
@@ -155,7 +154,7 @@ class CachedForwards:
         )
         total = None if candidates.total_live is None else candidates.total_live + state.pending_blocks
         placement = self._place(positions, stream, real)
-        hidden = self._run(self.model.backbone_hidden_states, placement, real, total, ids)  # [R, G, B, H]
+        hidden = self._run_backbone(placement, real, total, ids)  # [R, G, B, H]
 
         state.forwards[:, BACKBONE] += state.running
         state.forwards[:, PREFILL] += state.running & (state.forwards[:, BACKBONE] == 1) & (state.pending > 0)
@@ -248,15 +247,24 @@ class CachedForwards:
         inputs = [tensor.flatten(1, 2) for tensor in inputs]
         self.cache.slots = placement.slots
         groups = real.shape[0] * real.shape[1]
-        if total_real is None or total_real > (1 - WORTH_PACKING) * groups:
+        if self._groups_read(real, total_real) == groups:
             hidden = forward(*inputs, placement.positions, placement.mask, self.cache)
         else:
             packing = Packing.of(real.flatten(1), total_real * real.shape[2], self.cache)
             inputs = [packing.pack(tensor) for tensor in (*inputs, placement.positions)]
             hidden = packing.unpack(forward(*inputs, placement.mask, packing=packing))
-        if forward == self.model.backbone_hidden_states:
-            self.backbone_tokens = inputs[0].shape[0] * inputs[0].shape[1]
         return hidden.unflatten(1, real.shape[1:])
+
+    def _run_backbone(self, placement: Placement, real, total_real: int | None, ids) -> torch.Tensor:
+        """Run the backbone, see `_run`, and note how many tokens it has read."""
+        self.backbone_tokens = self._groups_read(real, total_real) * ids.shape[2]
+        return self._run(self.model.backbone_hidden_states, placement, real, total_real, ids)
+
+    @staticmethod
+    def _groups_read(real, total_real: int | None) -> int:
+        """Return how many groups go through the layers: the real ones where packing pays, or else all of them."""
+        groups = real.shape[0] * real.shape[1]
+        return groups if total_real is None or total_real > (1 - WORTH_PACKING) * groups else total_real
 
     def _place_states(self, state: BlockState, number: int) -> Placement:
         """Place states of the current block that do not see one another.
