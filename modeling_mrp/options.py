@@ -30,7 +30,7 @@ class DecodingOptions:
             graph (see draft_graph.py) of at most K depths, by default C. None: they form a chain of K states.
         mrp_draft: what spec drafts from: "head" (logits that the head estimates), or "self" (the backbone's logits of
             the last round).
-        mrp_drafts_per_head_step: how many draft steps of a chain share one head step, at least 1.
+        mrp_drafts_per_head_step: how many depths of drafts share one head step, at least 1.
         mrp_acceptance: "exact" accepts a draft where the backbone takes the same step, which changes no token.
             "token" also accepts it where the backbone would choose the same tokens, but would reveal others first.
         mrp_acceptance_floor: confidence, from 0 to 1, that the backbone needs in tokens accepted out of order.

@@ -70,7 +70,7 @@ def test_a_failed_upload_during_training_is_a_warning(project, uploads, tmp_path
     with pytest.raises(OSError, match=r"pushing to me/run failed: no connection \(the head is saved: mrp push .*run"):
         main([project(max_steps=2, push_to_hub=True, save_steps=1, hub_always_push=True)])
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    failure = "an upload failed, and the training goes on: pushing to me/run failed: no connection"
+    failure = "an upload failed, and training continues: pushing to me/run failed: no connection"
     assert warnings.count(failure) == 2
     assert checkpoints(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
     assert same(head(tmp_path / "run"), head(tmp_path / "run" / "checkpoint-2"))

@@ -150,4 +150,4 @@ class HubUploads(Trainer):
             try:
                 upload.result()
             except (OSError, ValueError) as error:
-                logger.warning("an upload failed, and the training goes on: %s", error)
+                logger.warning("an upload failed, and training continues: %s", error)
