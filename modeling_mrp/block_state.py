@@ -25,6 +25,11 @@ class Fault(NamedTuple):
     no_token: bool
 
 
+def fetch(numbers: torch.Tensor) -> list[int]:
+    """Copy integers [n] from the device to the host, which waits for them."""
+    return numbers.tolist()
+
+
 class BlockState:
     """Tokens, position and statistics of every row; the rows progress independently of one another.
 
@@ -144,19 +149,21 @@ class BlockState:
         pending = self.pending * running  # rows that have ended keep their cached length: nothing is committed there
         cached = self.starts - self.pending * self.block_size
         next_lengths = cached + pending * self.block_size
-        sums = torch.stack([running, self.opening * running, pending, self.accepted.sum(1)]).sum(1)
+        masked = (self.block == self.mask_token_id).sum(1) * running
+        sums = torch.stack([running, self.opening * running, pending, self.accepted.sum(1), masked]).sum(1)
         maxima = torch.stack([pending, cached, next_lengths, self.starts, -self.faults]).amax(1)
         (
             self.running_rows,
             self.opening_rows,
             self.pending_blocks,
             self.accepted_drafts,
+            self.masked_positions,
             self.max_pending,
             self.longest_cached,
             self.next_longest,
             self.longest_start,
             least_fault,
-        ) = torch.cat([sums, maxima]).tolist()
+        ) = fetch(torch.cat([sums, maxima]))
         self.least_fault = -least_fault
 
     @property

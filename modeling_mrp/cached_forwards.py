@@ -59,6 +59,7 @@ class Candidates(NamedTuple):
         deepest: the greatest depth, or a bound on it.
         most_beside_clean: the most live states of a row that has pending clean blocks.
         total_live: how many states of all rows are live; None where the host does not know.
+        total_masked: how many positions of the live states of all rows are masked; None where the host does not know.
         opens: which of them are the opening state of the next block, after a draft that completes the current one,
             [R, C]; None if there is none.
     """
@@ -70,6 +71,7 @@ class Candidates(NamedTuple):
     deepest: int = 0
     most_beside_clean: int = 1
     total_live: int | None = None
+    total_masked: int | None = None
     opens: torch.Tensor | None = None
 
     def positions(self, state: BlockState) -> torch.Tensor:

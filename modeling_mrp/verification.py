@@ -20,7 +20,8 @@ from .block_state import BlockState
 from .cached_forwards import Candidates
 from .masks import CLEAN
 from .options import DecodingOptions
-from .sampling import Sampler, TokenChoice
+from .reader import Reader
+from .sampling import TokenChoice
 
 
 class BackboneStep(NamedTuple):
@@ -68,25 +69,25 @@ class Verifier:
     """Compares the backbone's steps with the drafts.
 
     Args:
-        sampler: chooses tokens from logits.
+        reader: chooses tokens from hidden states.
         options: decoding options of this call.
     """
 
-    def __init__(self, sampler: Sampler, options: DecodingOptions) -> None:
-        self.sampler = sampler
+    def __init__(self, reader: Reader, options: DecodingOptions) -> None:
+        self.reader = reader
         self.rule = options.step_rule
         # confidence at which a draft that is out of order is accepted; None: exact acceptance
         self.floor = options.mrp_acceptance_floor if options.mrp_acceptance == "token" else None
 
     def verify(
-        self, state: BlockState, candidates: Candidates, logits: torch.Tensor, context: torch.Tensor | None
+        self, state: BlockState, candidates: Candidates, hidden: torch.Tensor, context: torch.Tensor | None
     ) -> BackboneStep:
         """Find the last confirmed candidate of every row and the backbone's step on it.
 
         Args:
             state: the rows; their `accepted` counters are raised, and their scores written if they are asked for.
             candidates: the candidates; the first of every row is its current block.
-            logits: the backbone's logits on them, [R, C, B, V].
+            hidden: the backbone's hidden states on them, [R, C, B, H].
             context: finished tokens for the logits processors, or None.
         """
         blocks = candidates.blocks  # [R, C, B]
@@ -94,8 +95,9 @@ class Verifier:
         steps = state.steps[:, None] + candidates.depth
         if candidates.opens is not None:
             steps = steps.masked_fill(candidates.opens, 0)
-        choice = self.sampler.read(logits, candidates.positions(state), steps, context)
         masked = blocks == state.mask_token_id
+        selection = self.reader.select(hidden, masked & candidates.live[..., None], candidates.total_masked)
+        choice = self.reader.read(selection, candidates.positions(state), steps, context)
         reveal = self.rule(choice.confidence, choice.entropy, masked)
         following = torch.where(reveal, choice.token, blocks)  # the backbone's step on every candidate, [R, C, B]
 

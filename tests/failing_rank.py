@@ -14,17 +14,17 @@ from tests.fsdp_on_cpu import init_as_on_gpus
 
 if __name__ == "__main__":
     last, *configs = sys.argv[1:]
-    read, calls = Sampler.read, 0
+    choose, calls = Sampler.choose, 0
 
-    def read_or_fail(self, *args):
+    def choose_or_fail(self, *args):
         global calls
         calls += 1
         if calls >= int(last):
             raise MemoryError("out of memory on one device")
-        return read(self, *args)
+        return choose(self, *args)
 
     if os.environ["RANK"] == "1":
-        Sampler.read = read_or_fail
+        Sampler.choose = choose_or_fail
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         PartialState.__init__ = init_as_on_gpus
     for config in configs:

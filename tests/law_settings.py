@@ -94,6 +94,8 @@ class Setting:
         suppressed: `suppress_tokens`.
         bad_words: single tokens of `bad_words_ids`.
         block_size: block size of the call; None is the model's.
+        selects: whether only masked positions are read, however small the model is.
+        chunk: positions that are read at a time; None: all.
         seed: seed of the sampling noise.
     """
 
@@ -114,6 +116,8 @@ class Setting:
     suppressed: tuple[int, ...] = ()
     bad_words: tuple[int, ...] = ()
     block_size: int | None = None
+    selects: bool = True
+    chunk: int | None = None
     seed: int = 0
 
     def shape(self, before: list[int], scores: torch.Tensor) -> torch.Tensor:
@@ -277,5 +281,7 @@ def generate_calls(draw) -> Setting:
         suppressed=suppressed,
         bad_words=bad_words,
         block_size=block_size,
+        selects=draw(st.booleans()),
+        chunk=draw(st.sampled_from([None, 1, 5])),
         seed=draw(st.integers(0, 10**6)),
     )

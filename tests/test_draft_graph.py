@@ -5,7 +5,7 @@ import torch
 from decoding_calls import generate, random_prompts, sharp_head
 from test_block_border import ABSENT
 
-from modeling_mrp.draft_graph import DraftGraph, Nodes, merged
+from modeling_mrp.draft_graph import CandidateCount, ChosenNodes, DraftGraph, Nodes, merged
 
 MASK = 9
 
@@ -44,8 +44,8 @@ def graph_of(places, tokens=(1, MASK, MASK)):
 
 
 def candidates_of(graph):
-    most, total, crossing = graph.size()
-    return graph.candidates(int(most), int(total), bool(crossing), int(graph.nodes.depth.max()), MASK)
+    chosen = graph.chosen(MASK)
+    return chosen.candidates(CandidateCount(*map(int, chosen.size)), int(graph.nodes.depth.max()), MASK)
 
 
 def test_the_heaviest_nodes_of_all_depths_get_the_places():
@@ -74,7 +74,7 @@ def test_a_complete_state_without_a_place_for_the_opening_state_gets_none_either
     graph = graph_of(places)
     graph.add(nodes(((1, 2, MASK), 0.9), depth=1), no(1), no(1))
     graph.add(nodes(((1, 2, 3), 0.8), depth=2), ~no(1), ~no(1))
-    assert int(graph.size()[0]) == 2
+    assert int(graph.chosen(MASK).size.most) == 2
     assert candidates_of(graph).blocks[0].tolist() == [[1, MASK, MASK], [1, 2, MASK]]
 
 
@@ -89,14 +89,14 @@ def test_a_heavier_complete_state_of_a_later_depth_takes_the_opening_state_over(
 def test_a_settled_state_that_ends_the_row_gets_no_place():
     graph = graph_of(8, (1, 2, MASK))
     graph.add(nodes(((1, 2, 3), 0.7), depth=1), ~no(1), no(1))
-    assert int(graph.size()[0]) == 1
+    assert int(graph.chosen(MASK).size.most) == 1
 
 
 def test_with_every_state_a_state_before_it_has_a_place(tiny_model, monkeypatch):
     """Otherwise the walk over confirmed states could never reach it."""
     seen = []
-    original = DraftGraph.candidates
-    monkeypatch.setattr(DraftGraph, "candidates", lambda self, *a: (seen.append(original(self, *a)), seen[-1])[1])
+    original = ChosenNodes.candidates
+    monkeypatch.setattr(ChosenNodes, "candidates", lambda self, *a: (seen.append(original(self, *a)), seen[-1])[1])
     model = sharp_head(tiny_model(block_size=8))
     for prompt in random_prompts():
         generate(model, {"input_ids": torch.tensor([prompt])}, mrp_mode="spec", mrp_candidates=12, max_new_tokens=24)

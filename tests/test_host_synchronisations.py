@@ -1,7 +1,7 @@
 """How often a round makes the host wait for the device: as the list at the top of decoding.py says, and no more.
 
 On a CPU nothing waits, but every value that Python takes out of a tensor passes through the dispatcher all the same.
-`BlockState.synchronise` is the exception: it fetches a list, and is counted by its calls.
+Lists are the exception: `fetch` fetches them all, and is counted by its calls.
 """
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from decoding_calls import random_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from modeling_mrp import block_state, decoding, drafting
 from modeling_mrp.block_state import BlockState
 from modeling_mrp.decoding import Decoder
 from modeling_mrp.inputs import left_align
@@ -26,6 +27,10 @@ class FetchCounter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.count = 0
+
+    def add(self):
+        """Count a list."""
+        self.count += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         by_boolean = func.name() in INDEXING and any(
@@ -46,10 +51,12 @@ def decode_and_count(model, prompts, monkeypatch, **options):
     state = BlockState(aligned, lengths, 21, options.block_size, model.config.mask_token_id, no_eos, options.depths)
     decoder = Decoder(model, state, options, Sampler(model.config.mask_token_id, [], []))
     monkeypatch.setattr("modeling_mrp.decoding.WORTH_DROPPING", 1.0)
-    rounds, calls, synchronise = [0], [], BlockState.synchronise
+    rounds, calls, synchronise, fetch = [0], [], BlockState.synchronise, block_state.fetch
     monkeypatch.setattr(BlockState, "synchronise", lambda self: (calls.append(1), synchronise(self))[1])
     with torch.no_grad(), FetchCounter() as counter:
-        decoder.run(lambda state: rounds.append(counter.count))
+        for module in (block_state, decoding, drafting):
+            monkeypatch.setattr(module, "fetch", lambda numbers: (counter.add(), fetch(numbers))[1])
+        decoder.run(lambda state: rounds.append(counter.count - len(calls)))
     most = max(after - before for before, after in zip(rounds, rounds[1:], strict=False))
     return most, len(calls) / (len(rounds) - 1)
 

@@ -5,6 +5,7 @@ A failure prints the `Setting` that hypothesis has reduced it to. Once it is und
 
 import warnings
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from law_settings import LETTERS, PAD, PROCESSORS, Setting, StopRows, TinyModel,
 from plain_head_loop import direct, remask
 from plain_loop import plain_decode
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from modeling_mrp import reader
 
 settings.register_profile(
     "ci", max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
@@ -48,7 +51,10 @@ def decode(model, setting: Setting, rows, **changes):
         options |= {"stop_strings": list(setting.stop_strings), "tokenizer": letter_tokenizer(model.config.vocab_size)}
     torch.manual_seed(setting.seed)
     streamer = Recorder()
-    output = model.generate(**inputs, **options | changes, streamer=streamer, return_dict_in_generate=True)
+    chunk = reader.CHUNK_NUMBERS if setting.chunk is None else setting.chunk * model.config.vocab_size
+    worth = 0 if setting.selects else reader.WORTH_SELECTING["cpu"]
+    with patch.object(reader, "CHUNK_NUMBERS", chunk), patch.dict(reader.WORTH_SELECTING, cpu=worth):
+        output = model.generate(**inputs, **options | changes, streamer=streamer, return_dict_in_generate=True)
     return output, torch.stack(streamer.values("put")[1:], dim=1)
 
 

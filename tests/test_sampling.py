@@ -47,7 +47,7 @@ def test_noise_equals_that_of_an_independent_implementation():
     prompt, seed, positions, step = [5, 6, 7], 1234, range(8, 12), 2
     keys = row_keys(torch.tensor([prompt]), torch.ones(1, 3).bool())
     sampler = Sampler(MASK, [], [], keys, seed=seed)
-    noise = sampler.with_noise(torch.zeros(1, 4, 11), torch.tensor([list(positions)]), torch.tensor([step]))[0]
+    noise = keyed_gumbel(sampler.noise_keys(torch.tensor([list(positions)]), torch.tensor([step])), 11)[0]
     expected = gumbel_noise(seed, row_key(prompt), positions, step, 11)
     torch.testing.assert_close(noise, expected, rtol=1e-6, atol=1e-6)
     pinned = torch.tensor([0.4762344, 0.5451078, 1.8111274, -0.2355709])
@@ -139,8 +139,8 @@ def test_confidence_of_given_tokens():
     tokens = torch.randint(4, 9, (2, 3, 4), generator=torch.Generator().manual_seed(0))
     sampler = Sampler(MASK, [TemperatureLogitsWarper(2.0)], [TopKLogitsWarper(1)], torch.tensor([1, 2]))
     expected = (logits.index_fill(-1, torch.tensor(MASK), -torch.inf) / 2).softmax(-1).gather(-1, tokens[..., None])
-    actual = sampler.confidence_of(logits, tokens, torch.zeros(2, 1).long())
-    torch.testing.assert_close(actual, expected[..., 0])
+    actual = sampler.confidence_of(logits.flatten(0, 2), tokens.flatten(), torch.zeros(24, 1).long())
+    torch.testing.assert_close(actual, expected.flatten())
 
 
 def test_bfloat16_logits_are_read_in_float32():

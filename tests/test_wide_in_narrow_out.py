@@ -184,5 +184,5 @@ def test_a_shadow_answers_as_if_its_token_alone_were_masked(tiny_model, layers):
 def test_the_confidence_of_a_masked_position_is_zero(model):
     """The shadow also stands where nothing is revealed: that position has no token to doubt."""
     sampler = Sampler(model.config.mask_token_id, [], [])
-    ids = torch.tensor([[model.config.mask_token_id, 5]])
-    assert sampler.confidence_of(torch.randn(1, 2, 61), ids, None)[0, 0] == 0
+    ids = torch.tensor([model.config.mask_token_id, 5])
+    assert sampler.confidence_of(torch.randn(2, 61), ids, None)[0] == 0

@@ -3,6 +3,7 @@
 A *round* is one forward of the backbone over candidate states of the current block of every row, and what follows from
 it. The parts of a round, and where they are:
 
+    reader.py             tokens and confidences from hidden states, at masked positions only
     drafting.py           drafted states after the current block, from estimated logits
     draft_graph.py        which of them the forward reads: the likeliest, at most as many as it has places
     cached_forwards.py    the packed forward [clean blocks | candidates], and head steps, on the cache
@@ -25,7 +26,7 @@ The other modes read the current block alone. `direct` and `remask` let the head
 
 Host synchronisations. The host waits for the device where a shape, or whether a forward runs, depends on the tokens:
 
-    every round      `BlockState.synchronise`: one transfer of nine numbers; one of them tells whether any scores that
+    every round      `BlockState.synchronise`: one transfer of ten numbers; one of them tells whether any scores that
                      were read allow no choice (`BlockState.note_faults`), which ends the call with an error
                      `on_progress` of `generate`: whether another column of new tokens can be emitted, once and again
                      after each column, because the stopping criteria may have ended rows
@@ -47,11 +48,12 @@ from collections.abc import Callable
 import torch
 
 from .block_cache import BlockCache
-from .block_state import BlockState, Fault
+from .block_state import BlockState, Fault, fetch
 from .cached_forwards import CachedForwards, Candidates
 from .draft_plan import RoundCost, planner_for
 from .drafting import Drafter, current_states, with_shadow
 from .options import DecodingOptions
+from .reader import Reader
 from .remasking import HeadRemasker, revoke_doubted_tokens
 from .sampling import Sampler
 from .verification import BackboneStep, Verifier
@@ -87,9 +89,10 @@ class Decoder:
         self.forwards = CachedForwards(model, self.cache, options)
         self.planner = planner_for(model, options)
         self.crossed_rows = 0  # in the current round
-        self.drafter = Drafter(self.forwards, sampler, options)
-        self.verifier = Verifier(sampler, options)
-        self.remasker = None if options.revokes else HeadRemasker(self.forwards, sampler, options)
+        self.reader = Reader(model, sampler)
+        self.drafter = Drafter(self.forwards, self.reader, options)
+        self.verifier = Verifier(self.reader, options)
+        self.remasker = None if options.revokes else HeadRemasker(self.forwards, self.reader, options)
         # what a round does, chosen once: a function that takes the logits processors' context
         self.decode_round: Callable[[torch.Tensor | None], None] = {
             None: self.backbone_round,
@@ -206,7 +209,8 @@ class Decoder:
         both = self.forwards.backbone(self.state, with_shadow(self.state, candidates))
         hidden, shadow_hidden = both.split(1, dim=1)  # [R, 1, B, H] each
         step = self.step_on_last_confirmed(candidates, hidden, context)
-        again = self.sampler.confidence_of(self.model.logits(shadow_hidden[:, 0]), step.before, context)
+        shadow = self.reader.select(shadow_hidden[:, 0], self.state.revocable)
+        again = self.reader.confidence_of(shadow, step.before, context)
         self.state.note_faults(self.state.revocable & self.state.running[:, None], again)
         after = revoke_doubted_tokens(self.state, step, again, self.options.keep_threshold)
         steps = step.reveal_steps.masked_fill(after == self.state.mask_token_id, -1)
@@ -222,7 +226,7 @@ class Decoder:
         self, candidates: Candidates, hidden: torch.Tensor, context: torch.Tensor | None
     ) -> BackboneStep:
         """Find the backbone's step, given its hidden states [R, C, B, H], and keep those of the state before it."""
-        step = self.verifier.verify(self.state, candidates, self.model.logits(hidden), context)
+        step = self.verifier.verify(self.state, candidates, hidden, context)
         row = torch.arange(len(hidden), device=hidden.device)
         self.state.hidden = hidden[row, step.last]  # the next round drafts from these
         return step
@@ -268,14 +272,15 @@ class Decoder:
         for _ in range(self.options.look_ahead):
             block = state.block
             stepping = state.running & ~state.settled(block)
-            total = int(stepping.sum())  # waits for the device, see above
+            masked = (block == state.mask_token_id) & stepping[:, None]
+            total, total_masked = fetch(torch.stack([stepping.sum(), masked.sum()]))  # waits for the device, see above
             if not total:
                 return
             states = block[:, None], hidden[:, None], stepping[:, None]
             hidden = self.forwards.head(state, *states, total)[:, 0]
-            choice = self.sampler.read(self.model.logits(hidden), state.positions, state.steps, context)
-            masked = block == state.mask_token_id
-            state.note_faults(masked & stepping[:, None], choice.confidence, choice.score, by_head=True)
+            selection = self.reader.select(hidden, masked, total_masked)
+            choice = self.reader.read(selection, state.positions, state.steps, context)
+            state.note_faults(masked, choice.confidence, choice.score, by_head=True)
             reveal = self.options.step_rule(choice.confidence, choice.entropy, masked)
             if choice.scores is not None:
                 state.write_scores(choice.scores, reveal & stepping[:, None])

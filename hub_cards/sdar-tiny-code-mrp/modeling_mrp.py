@@ -67,8 +67,10 @@ from .masks import (
     segment_positions,
     stream_layout,
 )
+from .ops import read_logits  # noqa: F401
 from .options import DecodingOptions  # noqa: F401
 from .packing import Packing, let_attention_unpack
+from .reader import Reader  # noqa: F401
 from .remasking import HeadRemasker  # noqa: F401
 from .residual_head import ResidualHead
 from .sampling import Sampler  # noqa: F401

@@ -117,45 +117,74 @@ class DraftGraph:
         self.nodes = self.nodes.take(order[:, : self.places])
         return nodes.weighing(torch.where(placed, nodes.weight, 0.0))
 
-    def _pair_placed(self) -> torch.Tensor:
-        """Return the rows in which the complete state and the opening state get places, boolean [R, 1]."""
-        heavier = (self.nodes.weight >= self.complete.weight).sum(1, keepdim=True)
-        return (self.complete.weight > 0) & (heavier + 2 <= self.places)
-
-    def size(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what `candidates` has to know on the host, as scalars on the device.
-
-        Returns:
-            The number of candidates of the row with the most, of all rows, and whether any row has an opening state.
-        """
-        others, pair = (self.nodes.weight > 0).sum(1), self._pair_placed()[:, 0]
-        count = torch.where(pair, others.clamp(max=self.places - 2) + 2, others)
-        return count.amax(), count.sum(), pair.any()
-
-    def candidates(self, most: int, total: int, crossing: bool, deepest: int, mask_token_id: int) -> Candidates:
-        """Return the nodes as candidates.
+    def chosen(self, mask_token_id: int) -> "ChosenNodes":
+        """Choose the nodes that get a place: those of `nodes` and, where it is heavy enough, the complete state.
 
         Args:
-            most: number of candidates of the row with the most (see `size`).
-            total: number of candidates of all rows.
-            crossing: whether any row has an opening state.
-            deepest: greatest depth of a node.
             mask_token_id: id of [MASK].
         """
-        pair = self._pair_placed()
+        # with the complete state goes the opening state: the two of them take the last two places
+        heavier = (self.nodes.weight >= self.complete.weight).sum(1, keepdim=True)
+        pair = (self.complete.weight > 0) & (heavier + 2 <= self.places)  # [R, 1]
         number = torch.arange(self.nodes.weight.shape[1], device=pair.device)
         others = self.nodes.weighing(self.nodes.weight.masked_fill(pair & (number + 2 >= self.places), 0.0))
         complete = self.complete.weighing(self.complete.weight * pair)
+        placed = others.weight > 0
+        count = placed.sum(1) + 2 * pair[:, 0]
+        masked = ((others.blocks == mask_token_id) & placed[..., None]).sum()
+        total_masked = masked + pair.sum() * self.complete.blocks.shape[2]
+        size = CandidateCount(count.amax(), count.sum(), total_masked, pair.any())
+        return ChosenNodes(others, complete, size)
+
+
+class CandidateCount(NamedTuple):
+    """How many nodes are candidates: scalars on the device, or their values.
+
+    Attributes:
+        most: candidates of the row with the most.
+        total: candidates of all rows.
+        masked: masked positions of all of them.
+        crossing: whether any row has an opening state.
+    """
+
+    most: torch.Tensor | int
+    total: torch.Tensor | int
+    masked: torch.Tensor | int
+    crossing: torch.Tensor | int
+
+
+class ChosenNodes(NamedTuple):
+    """The nodes of a graph that get a place; the others have weight 0.
+
+    Attributes:
+        others: nodes that are not complete, [R, N].
+        complete: a complete state per row, [R, 1].
+        size: how many there are, on the device.
+    """
+
+    others: Nodes
+    complete: Nodes
+    size: CandidateCount
+
+    def candidates(self, size: CandidateCount, deepest: int, mask_token_id: int) -> Candidates:
+        """Return the nodes as candidates.
+
+        Args:
+            size: their numbers, on the host.
+            deepest: greatest depth of a node.
+            mask_token_id: id of [MASK].
+        """
+        others, complete = self.others, self.complete
         opening = complete._replace(
             blocks=torch.full_like(complete.blocks, mask_token_id), depth=torch.zeros_like(complete.depth)
         )
         everything = join(others, complete, opening)
-        order = everything.order()[:, :most]
+        order = everything.order()[:, : size.most]
         nodes = everything.take(order)
         # a complete state is a clean block to the opening state after it, and hidden from the states of its own block
-        is_complete, is_opening = order == number.shape[0], order == number.shape[0] + 1
+        number = others.weight.shape[1]
+        is_complete, is_opening = order == number, order == number + 1
         stream = torch.where(is_complete, CLEAN, torch.arange(1, order.shape[1] + 1, device=order.device))
-        opens = is_opening & (nodes.weight > 0) if crossing else None
-        return Candidates(
-            nodes.blocks, nodes.weight > 0, stream, nodes.depth, deepest=deepest, total_live=total, opens=opens
-        )
+        opens = is_opening & (nodes.weight > 0) if size.crossing else None
+        totals = {"total_live": size.total, "total_masked": size.masked}
+        return Candidates(nodes.blocks, nodes.weight > 0, stream, nodes.depth, deepest=deepest, opens=opens, **totals)

@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from .block_state import BlockState
+from .block_state import BlockState, fetch
 from .cached_forwards import CachedForwards, Candidates
-from .draft_graph import DraftGraph, Nodes, merged
+from .draft_graph import CandidateCount, DraftGraph, Nodes, merged
 from .draft_plan import DraftPlan
 from .options import DecodingOptions
-from .sampling import Sampler, TokenChoice
+from .reader import Reader, Selection
+from .sampling import TokenChoice
 
 # a step whose tokens have probabilities p is that much less likely: the product of p to this power. On both embedded
 # checkpoints, exponents from 0 to 1 saved equally many forwards within one percent
@@ -22,7 +23,8 @@ def current_states(state: BlockState) -> Candidates:
     live = state.running[:, None]
     number = torch.ones_like(live, dtype=torch.long)
     depth = torch.zeros_like(number)
-    return Candidates(state.block[:, None], live, number, depth, total_live=state.running_rows)
+    totals = {"total_live": state.running_rows, "total_masked": state.masked_positions}
+    return Candidates(state.block[:, None], live, number, depth, **totals)
 
 
 def with_shadow(state: BlockState, candidates: Candidates) -> Candidates:
@@ -76,18 +78,18 @@ class Drafter:
 
     Args:
         forwards: forwards of the backbone and of the head.
-        sampler: chooses tokens from logits.
+        reader: chooses tokens from hidden states.
         options: decoding options of this call.
     """
 
-    def __init__(self, forwards: CachedForwards, sampler: Sampler, options: DecodingOptions) -> None:
+    def __init__(self, forwards: CachedForwards, reader: Reader, options: DecodingOptions) -> None:
         self.forwards = forwards
-        self.sampler = sampler
+        self.reader = reader
         self.rule = options.step_rule
         self.uses_head = options.mrp_draft == "head"
         self.threshold = options.mrp_draft_threshold
         # a processor that reads the tokens so far would have to see each candidate's own tokens at the border
-        self.crosses_border = not sampler.reads_context
+        self.crosses_border = not reader.sampler.reads_context
 
     def draft(self, state: BlockState, context: torch.Tensor | None, plan: DraftPlan) -> Drafts:
         """Draft candidates for all rows, as many as the plan allows and at least one row can use.
@@ -104,7 +106,8 @@ class Drafter:
             return Drafts(current_states(state))
         graph = DraftGraph(state.block, state.running, plan.candidates)
         level = graph.nodes.weighing(graph.nodes.weight.masked_fill(state.opening[:, None], 0.0))
-        estimate, head_steps = Estimate(state.hidden[:, None]), 0
+        # rows that open their block draft nothing: the masked positions of all running rows are a bound
+        masked, head_steps, estimate = state.masked_positions, 0, Estimate(state.hidden[:, None])
         for depth in range(1, plan.depths):
             if self.uses_head and (depth - 1) % plan.drafts_per_head_step == 0:
                 before = take_states(estimate.hidden, level.source)
@@ -112,42 +115,47 @@ class Drafter:
                 number = torch.arange(level.weight.shape[1], device=level.source.device)
                 level = level._replace(source=number.expand_as(level.source))
                 head_steps += 1
-            steps = self._steps(state, level, estimate, depth, context, plan.alternatives)
+            steps = self._steps(state, level, estimate, masked, depth, context, plan.alternatives)
             settled, continues = state.outlook(steps.blocks)
             level = graph.add(steps, settled, continues & self.crosses_border)
             if level.weight.shape[1] > plan.width:
                 level = level.take(level.order()[:, : plan.width])
             # waits for the device: a head step or a candidate that no row uses would cost more than the wait
-            drafting, size = self._fetch((level.weight > 0).sum(), graph)
+            chosen = graph.chosen(state.mask_token_id)
+            continuing = level.weight > 0
+            left = (level.blocks == state.mask_token_id) & continuing[..., None]
+            drafting, masked, *size = fetch(torch.stack([continuing.sum(), left.sum(), *chosen.size]))
             if not drafting:
                 break
-        candidates = graph.candidates(*size, depth, state.mask_token_id)
+        candidates = chosen.candidates(CandidateCount(*size), depth, state.mask_token_id)
         drafts = candidates.live & (candidates.depth > 0)
         depths = torch.arange(1, state.proposed.shape[1], device=drafts.device)
         state.proposed[:, 1:] += (drafts[..., None] & (candidates.depth[..., None] == depths)).any(1)
         return Drafts(candidates, depth, head_steps)
 
-    @staticmethod
-    def _fetch(drafting: torch.Tensor, graph: DraftGraph) -> tuple[int, tuple[int, int, bool]]:
-        """Copy a scalar and the size of a graph to the host, in one number and with one wait."""
-        most, total, crossing = graph.size()
-        base = graph.places * len(graph.nodes.weight) + 1  # no number is greater
-        number = int(((drafting * base + total) * base + most) * 2 + crossing)
-        number, crossing = divmod(number, 2)
-        number, most = divmod(number, base)
-        drafting, total = divmod(number, base)
-        return drafting, (most, total, bool(crossing))
+    def _read(self, state, level: Nodes, estimate: "Estimate", total_masked: int, depth: int, context) -> TokenChoice:
+        """Choose tokens from an estimate, if need be: with noise, which changes with the depth, again at each depth.
 
-    def _steps(self, state, level: Nodes, estimate: "Estimate", depth: int, context, alternatives: int) -> Nodes:
-        """Take a step, and its alternatives, from every node of a level on estimated logits; [R, N x A] nodes."""
-        if estimate.logits is None:
-            estimate.logits = self.forwards.model.logits(estimate.hidden)
-        if estimate.choice is None or self.sampler.samples:  # noise changes with the depth
-            sources = estimate.hidden.shape[1]
+        A new estimate has one source for each node of the level.
+        """
+        sources = estimate.hidden.shape[1]
+        if estimate.selection is None:
+            masked = (level.blocks == state.mask_token_id) & (level.weight > 0)[..., None]
+            estimate.selection = self.reader.select(estimate.hidden, masked, total_masked)
+        if estimate.choice is None or self.reader.sampler.samples:
             positions = state.positions[:, None].expand(-1, sources, -1)
             done = (state.steps + depth - 1)[:, None].expand(-1, sources)
-            estimate.choice = self.sampler.read(estimate.logits, positions, done, context)
-        choice = estimate.choice
+            estimate.choice = self.reader.read(estimate.selection, positions, done, context)
+        return estimate.choice
+
+    def _steps(
+        self, state, level: Nodes, estimate: "Estimate", total_masked: int, depth: int, context, alternatives: int
+    ) -> Nodes:
+        """Take a step, and its alternatives, from every node of a level on estimated logits; [R, N x A] nodes.
+
+        `total_masked` bounds the number of masked positions of the level's nodes.
+        """
+        choice = self._read(state, level, estimate, total_masked, depth, context)
         token, confidence, entropy, score = (
             None if field is None else take_states(field, level.source)
             for field in (choice.token, choice.confidence, choice.entropy, choice.score)
@@ -174,16 +182,16 @@ class Drafter:
 
 @dataclass
 class Estimate:
-    """Estimated logits of S states of every row, and what was read from them.
+    """Estimates of the backbone's hidden states on S states of every row, and what was read from them.
 
     Attributes:
-        hidden: hidden states that the logits are computed from, [R, S, B, H].
-        logits: the logits, [R, S, B, V]; None until they are read.
+        hidden: the estimates, [R, S, B, H].
+        selection: those at masked positions; None until they are read.
         choice: the token chosen at each position, fields [R, S, B]; None until it is read.
     """
 
     hidden: torch.Tensor
-    logits: torch.Tensor | None = None
+    selection: Selection | None = None
     choice: TokenChoice | None = None
 
 

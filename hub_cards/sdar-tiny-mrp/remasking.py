@@ -5,7 +5,7 @@ import torch
 from .block_state import BlockState
 from .cached_forwards import CachedForwards
 from .options import DecodingOptions
-from .sampling import Sampler
+from .reader import Reader
 from .step_rules import confidence_rank
 from .verification import BackboneStep
 
@@ -17,13 +17,13 @@ class HeadRemasker:
 
     Args:
         forwards: forwards of the backbone and of the head.
-        sampler: computes confidences from logits.
+        reader: computes confidences from hidden states.
         options: decoding options of this call; `remask_criterion` selects how the head is asked.
     """
 
-    def __init__(self, forwards: CachedForwards, sampler: Sampler, options: DecodingOptions) -> None:
+    def __init__(self, forwards: CachedForwards, reader: Reader, options: DecodingOptions) -> None:
         self.forwards = forwards
-        self.sampler = sampler
+        self.reader = reader
         self.threshold = options.keep_threshold
         self.criterion = {
             "leave_one_out": self._confidence_when_left_out,
@@ -64,8 +64,7 @@ class HeadRemasker:
         """The corrected confidence of each token on the state after the step, [R, B]."""
         hidden, live = state.hidden[:, None], asked.any(1)[:, None]
         corrected = self.forwards.head(state, step.after[:, None], hidden, live)[:, 0]
-        logits = self.forwards.model.logits(corrected)
-        return self.sampler.confidence_of(logits, step.after, context)
+        return self.reader.confidence_of(self.reader.select(corrected, asked, total), step.after, context)
 
     def _confidence_when_left_out(self, state, step, asked, most, total, context) -> torch.Tensor:
         """The corrected confidence of each token where it alone of the reveals is masked again, [R, B].
@@ -87,8 +86,8 @@ class HeadRemasker:
         # [R, G, B, H], read at the masked position only
         corrected = self.forwards.head(state, blocks, hidden, live, total_live=total)
         at = where[..., None, None].expand(-1, -1, 1, corrected.shape[-1])
-        logits = self.forwards.model.logits(corrected.gather(2, at)[:, :, 0])  # [R, G, V]
-        confidence = self.sampler.confidence_of(logits, after.gather(1, where), context)
+        selection = self.reader.select(corrected.gather(2, at)[:, :, 0], live, total)
+        confidence = self.reader.confidence_of(selection, after.gather(1, where), context)  # [R, G]
         return torch.zeros(after.shape, device=after.device).scatter(1, where, confidence)
 
 

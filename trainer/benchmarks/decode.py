@@ -214,7 +214,7 @@ class _Profile:
 def _profile(model, run: Callable[[], list[Answer]]) -> _Profile:
     """Decode all prompts once more, with a clock on the modules and on the reading of logits."""
     methods = [(model.model, "forward", "backbone"), (model.lm_head, "forward", "logits")]
-    methods += [(Sampler, "read", "sampling"), (Sampler, "confidence_of", "sampling")]
+    methods += [(Sampler, "choose", "sampling"), (Sampler, "confidence_of", "sampling")]
     if model.mrp_head is not None:
         methods.append((model.mrp_head, "forward", "head"))
     answers = []

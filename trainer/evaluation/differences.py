@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.generation_mrp import MRPGenerateOutput
 from modeling_mrp.options import OPTION_NAMES, DecodingOptions
-from modeling_mrp.sampling import Sampler, row_keys
+from modeling_mrp.sampling import Sampler, keyed_gumbel, row_keys
 from modeling_mrp.step_rules import StepRule
 
 from .decoding import end_of_text_ids
@@ -183,7 +183,9 @@ class _Replay:
         at_step = torch.tensor([step], device=self.row.device)
         logits = self.model(self.row[None, : start + self.size]).logits[:, start:]  # [1, B, V]
         read = self.sampler.read(logits, positions[None], at_step, self.row[None])
-        scores = self.sampler.with_noise(read.scores, positions[None], at_step)[0]  # [B, V]
+        scores = read.scores[0]  # [B, V]
+        if self.sampler.samples:
+            scores = scores + keyed_gumbel(self.sampler.noise_keys(positions[None], at_step)[0], scores.shape[-1])
         masked = self.row[block] == self.mask_id
         entropy = None if read.entropy is None else read.entropy[0]
         hidden = masked & (positions >= self.prompt_length + self.recorded)
@@ -205,8 +207,8 @@ class _Replay:
 
     def confidences_of(self, state: _State, place: int, tokens: Tensor) -> tuple[float, ...]:
         """The confidences of tokens [N] at one place of the block."""
-        logits = state.logits[:, place].expand(len(tokens), -1)[None]  # [1, N, V]
-        return tuple(self.sampler.confidence_of(logits, tokens[None], self.row[None])[0].tolist())
+        logits = state.logits[:, place].expand(len(tokens), -1)  # [N, V]
+        return tuple(self.sampler.confidence_of(logits, tokens, self.row.expand(len(tokens), -1)).tolist())
 
 
 def _sampler(model, prompt: Tensor, options: Mapping, rule: StepRule, seed: int) -> Sampler:
