@@ -36,7 +36,7 @@ def test_a_complete_block_becomes_pending_and_rows_move_on_independently():
     reveal(state, [[5, 6, 10, 11], [12, MASK, 13, 14]])
     assert state.starts.tolist() == [4, 4] and state.pending.tolist() == [1, 1]
     assert state.running.tolist() == [True, True]
-    ids, positions, real = state.clean_blocks(1)
+    ids, positions, real = state.pending_clean_blocks()
     assert ids.tolist() == [[[5, 6, 10, 11]], [[5, 6, 7, 8]]] and positions[0].tolist() == [[0, 1, 2, 3]]
     assert real.all()
     assert state.finished_tokens(pad_token_id=0).tolist() == [[5, 6, 10, 11], [5, 6, 7, 8]]

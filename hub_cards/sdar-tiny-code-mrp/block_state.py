@@ -81,6 +81,7 @@ class BlockState:
         self.starts = prompt_lengths // block_size * block_size  # first position of the current block, [R]
         self.positions = self.starts[:, None] + torch.arange(block_size, device=device)  # of that block, [R, B]
         self.pending = prompt_lengths // block_size  # clean blocks that are not in the cache yet, [R]
+        self.unread = torch.zeros_like(prompt_lengths)  # clean blocks in the cache that the head has not read yet, [R]
         self.steps = torch.zeros_like(prompt_lengths)  # denoising steps done in the current block, [R]
         self.opening = torch.ones(rows, dtype=torch.bool, device=device)  # no forward has read the current block, [R]
         self.running = torch.ones(rows, dtype=torch.bool, device=device)  # the row has not ended, [R]
@@ -102,7 +103,8 @@ class BlockState:
         mapped.prompt_lengths, mapped.limits = function(self.prompt_lengths), function(self.limits)
         mapped.tokens = function(self.tokens)
         mapped.starts, mapped.positions = function(self.starts), function(self.positions)
-        mapped.pending, mapped.steps = function(self.pending), function(self.steps)
+        mapped.pending, mapped.unread = function(self.pending), function(self.unread)
+        mapped.steps = function(self.steps)
         mapped.opening, mapped.running = function(self.opening), function(self.running)
         mapped.faults = function(self.faults)
         mapped.hidden = None if self.hidden is None else function(self.hidden)
@@ -147,18 +149,21 @@ class BlockState:
         """
         running = self.running.long()
         pending = self.pending * running  # rows that have ended keep their cached length: nothing is committed there
+        unread = self.unread * running
         cached = self.starts - self.pending * self.block_size
         next_lengths = cached + pending * self.block_size
         masked = (self.block == self.mask_token_id).sum(1) * running
-        sums = torch.stack([running, self.opening * running, pending, self.accepted.sum(1), masked]).sum(1)
-        maxima = torch.stack([pending, cached, next_lengths, self.starts, -self.faults]).amax(1)
+        sums = torch.stack([running, self.opening * running, pending, self.accepted.sum(1), masked, unread]).sum(1)
+        maxima = torch.stack([pending, unread, cached, next_lengths, self.starts, -self.faults]).amax(1)
         (
             self.running_rows,
             self.opening_rows,
             self.pending_blocks,
             self.accepted_drafts,
             self.masked_positions,
+            self.unread_blocks,
             self.max_pending,
+            self.max_unread,
             self.longest_cached,
             self.next_longest,
             self.longest_start,
@@ -312,22 +317,32 @@ class BlockState:
         self.steps = torch.where(rows, 1, self.steps)
         self.hidden = torch.where(rows[:, None, None], hidden, self.hidden)
 
-    def clean_blocks(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the pending clean blocks of each row, the earliest first.
+    def pending_clean_blocks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the clean blocks of each row that are not in the cache yet, see `_clean_blocks`."""
+        return self._clean_blocks(self.starts, self.pending * self.running, self.max_pending)
+
+    def unread_clean_blocks(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the clean blocks of the given rows, boolean [R], that the head has not read, see `_clean_blocks`."""
+        return self._clean_blocks(self.starts - self.pending * self.block_size, self.unread * rows, self.max_unread)
+
+    def _clean_blocks(self, ends, number, count: int):
+        """Return the last blocks before a position, the earliest first.
 
         Args:
+            ends: the position, [R].
+            number: how many blocks of each row, [R].
             count: how many blocks to return per row; rows with fewer are filled with blocks that are not real.
 
         Returns:
             Token ids, positions, and which of them are real, each [R, count, B].
         """
         group = torch.arange(count, device=self.starts.device)[None, :, None]
-        first = self.starts - self.pending * self.block_size
+        first = ends - number * self.block_size
         offset = torch.arange(count * self.block_size, device=self.starts.device)
         positions = (first[:, None] + offset).clamp(max=self.width - 1)
         ids = self.tokens.gather(1, positions)
         shape = (len(self.tokens), count, self.block_size)
-        real = (group < self.pending[:, None, None]) & self.running[:, None, None]
+        real = group < number[:, None, None]
         return ids.view(shape), positions.view(shape), real.expand(shape)
 
     def finished_tokens(self, pad_token_id: int) -> torch.Tensor:

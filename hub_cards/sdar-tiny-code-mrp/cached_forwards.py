@@ -80,6 +80,57 @@ class Candidates(NamedTuple):
         return positions if self.opens is None else positions + self.opens[..., None] * state.block_size
 
 
+class Arrangement:
+    """Clean blocks and states of every row side by side, as in the picture above.
+
+    Group g of a row is its clean block g if g is less than the number of its clean blocks, and otherwise a state.
+
+    Args:
+        number: number of clean blocks of each row, [R].
+        most_clean: the most clean blocks of a row.
+        states: number of states per row C.
+        most_beside_clean: the most live states of a row that has clean blocks.
+    """
+
+    def __init__(self, number: torch.Tensor, most_clean: int, states: int, most_beside_clean: int) -> None:
+        self.most_clean, self.states = most_clean, states
+        self.groups = max(most_clean + most_beside_clean, states)  # G
+        group = torch.arange(self.groups, device=number.device)
+        state = group - number[:, None]
+        self.state = state.clamp(0, states - 1)  # [R, G]
+        self.is_state = (state >= 0) & (state < states)
+        first = number[:, None] + torch.arange(states, device=number.device)
+        self.place = first.clamp(max=self.groups - 1)  # of the states, [R, C]
+
+    def join(self, clean: torch.Tensor, states: torch.Tensor, is_clean: torch.Tensor) -> torch.Tensor:
+        """Return a field of all groups, [R, G, B, ...], given that of clean blocks and of states.
+
+        Args:
+            clean: field of the clean blocks, [R, most_clean, B, ...].
+            states: field of the states, [R, C, B, ...].
+            is_clean: which of the clean blocks are real, boolean [R, most_clean, B].
+        """
+        joined = take_groups(states, self.state)
+        padding = (0, 0) * (states.dim() - 3) + (0, 0, 0, self.groups - self.most_clean)
+        is_clean = is_clean.view(*is_clean.shape, *[1] * (states.dim() - 3))
+        is_clean, clean = torch.nn.functional.pad(is_clean, padding), torch.nn.functional.pad(clean, padding)
+        return torch.where(is_clean, clean, joined)
+
+    def join_real(self, is_clean: torch.Tensor, is_live: torch.Tensor) -> torch.Tensor:
+        """Return which tokens of all groups are real, boolean [R, G, B], given those of clean blocks and states."""
+        is_clean = torch.nn.functional.pad(is_clean, (0, 0, 0, self.groups - self.most_clean))
+        return is_clean | (take_groups(is_live, self.state) & self.is_state[..., None])
+
+    def states_of(self, groups: torch.Tensor) -> torch.Tensor:
+        """Return the states [R, C, B, ...] among all groups [R, G, B, ...]."""
+        return take_groups(groups, self.place)
+
+
+def take_groups(field: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the groups [R, n, ...] of a field [R, G, ...] with the given indices [R, n]."""
+    return field.gather(1, index.view(*index.shape, *[1] * (field.dim() - 2)).expand(-1, -1, *field.shape[2:]))
+
+
 class Placement(NamedTuple):
     """What a forward needs to know of its tokens beside their ids.
 
@@ -110,6 +161,8 @@ class CachedForwards:
         self.has_shadows = options.revokes
         # tokens that went through the layers in the last forward of the backbone, padding included where it was read
         self.backbone_tokens = 0
+        # the backbone's hidden states on clean blocks, until the head reads them, [R, width + 1, H]
+        self._clean_hidden: torch.Tensor | None = None
         self._placed: dict[tuple[int, int], Placement] = {}  # results of `_place_states`
 
     def backbone(self, state: BlockState, candidates: Candidates) -> torch.Tensor:
@@ -130,83 +183,66 @@ class CachedForwards:
             placement = self._place_states(state, 1) if one else self._place(positions, stream, real)
             return self._run_backbone(placement, real, candidates.total_live, blocks)
 
-        # group g of a row is clean block g if g < pending, and candidate g - pending after that. A row without pending
-        # blocks needs C groups, and one with pending blocks has at most most_beside_clean live candidates after them
-        pending, count = (state.pending * state.running)[:, None], live.shape[1]
-        groups = max(state.max_pending + candidates.most_beside_clean, count)  # G
-        group = torch.arange(groups, device=pending.device)[None]
-        number = (group - pending).clamp(0, count - 1)  # [R, G]
-        is_candidate = (group >= pending) & (group - pending < count)
-        fields = (
-            field.gather(1, number[..., None].expand(-1, -1, state.block_size))
-            for field in (blocks, positions, stream, real)
-        )
-        ids, positions, stream, real = fields
-        real = real & is_candidate[..., None]
-        clean_ids, clean_positions, clean_real = state.clean_blocks(state.max_pending)
-        fill = groups - state.max_pending
-        ids, positions, stream, real = (
-            torch.where(_extend(clean_real, fill), _extend(clean, fill), other)
-            for clean, other in (
-                (clean_ids, ids),
-                (clean_positions, positions),
-                (torch.full_like(clean_ids, CLEAN), stream),
-                (clean_real, real),
-            )
-        )
+        clean_ids, clean_positions, is_clean = state.pending_clean_blocks()
+        pending = state.pending * state.running
+        arrangement = Arrangement(pending, state.max_pending, live.shape[1], candidates.most_beside_clean)
+        ids = arrangement.join(clean_ids, blocks, is_clean)
+        positions = arrangement.join(clean_positions, positions, is_clean)
+        stream = arrangement.join(torch.full_like(clean_ids, CLEAN), stream, is_clean)
+        real = arrangement.join_real(is_clean, real)
         total = None if candidates.total_live is None else candidates.total_live + state.pending_blocks
-        placement = self._place(positions, stream, real)
-        hidden = self._run_backbone(placement, real, total, ids)  # [R, G, B, H]
+        hidden = self._run_backbone(self._place(positions, stream, real), real, total, ids)  # [R, G, B, H]
 
         state.forwards[:, BACKBONE] += state.running
         state.forwards[:, PREFILL] += state.running & (state.forwards[:, BACKBONE] == 1) & (state.pending > 0)
-        self._commit(state, clean_ids, clean_positions, clean_real, hidden[:, : state.max_pending])
-        at = (pending + torch.arange(count, device=pending.device)).clamp(max=groups - 1)
-        return hidden.gather(1, at[..., None, None].expand(-1, -1, *hidden.shape[2:]))
+        self._commit(state, clean_positions, is_clean, hidden[:, : state.max_pending])
+        return arrangement.states_of(hidden)
 
-    def _commit(self, state, ids, positions, real, hidden):
-        """Commit the clean blocks [R, max_pending, B], after the head has written its own keys and values for them.
-
-        The head reads a clean block with the backbone's hidden states on it, so it has to wait for this forward.
-        """
-        if self.head_reads_clean_blocks:
-            placement = self._place(positions, torch.full_like(ids, CLEAN), real)
-            forward = self.model.corrected_hidden_states
-            self._run(forward, placement, real, state.pending_blocks, ids, hidden)
-            state.forwards[:, HEAD] += real.any(-1).any(-1)
+    def _commit(self, state, positions, real, hidden):
+        """Commit the pending clean blocks [R, max_pending, B] of the last forward."""
+        self._keep_for_head(state, positions, real, hidden)
         self._placed.clear()
         committed = state.pending * state.running
         self.cache.commit(committed * self.cache.block_size, state.next_longest)
         state.pending = state.pending - committed
+        if self.head_reads_clean_blocks:
+            state.unread = state.unread + committed
+            state.max_unread += state.max_pending
+            state.unread_blocks += state.pending_blocks
 
-    def commit_candidates(
-        self,
-        state: BlockState,
-        rows: torch.Tensor,
-        at: torch.Tensor,
-        blocks: torch.Tensor,
-        hidden: torch.Tensor,
-        total_rows: int | None = None,
-    ) -> None:
+    def commit_candidates(self, state: BlockState, rows: torch.Tensor, at: torch.Tensor, hidden: torch.Tensor) -> None:
         """Commit complete candidates of the last forward as clean blocks.
 
         Args:
             state: the rows, still on the block that the candidates complete.
             rows: which rows, boolean [R]; they have no pending blocks.
             at: index of the candidate of each row, [R].
-            blocks: its tokens, [R, B].
             hidden: the backbone's hidden states on it, [R, B, H].
-            total_rows: how many rows; None where the host does not know.
         """
         self.cache.move_to_front(at * self.cache.block_size)
-        if self.head_reads_clean_blocks:
-            real = rows[:, None, None].expand(-1, 1, blocks.shape[1])
-            blocks, hidden = blocks[:, None], hidden[:, None]
-            placement = self._place(state.positions[:, None], torch.full_like(blocks, CLEAN), real)
-            self._run(self.model.corrected_hidden_states, placement, real, total_rows, blocks, hidden)
-            state.forwards[:, HEAD] += rows
+        real = rows[:, None, None].expand(-1, 1, state.block_size)
+        self._keep_for_head(state, state.positions[:, None], real, hidden[:, None])
         self._placed.clear()
         self.cache.commit(rows * self.cache.block_size, self.cache.longest + self.cache.block_size)
+        if self.head_reads_clean_blocks:
+            state.unread = state.unread + rows
+
+    def _keep_for_head(self, state, positions, real, hidden):
+        """Keep the backbone's hidden states on clean blocks [R, n, B, H], which the head reads when it next drafts."""
+        if not self.head_reads_clean_blocks:
+            return
+        width = state.tokens.shape[1]
+        if self._clean_hidden is None:  # one more slot than positions: padding goes there
+            self._clean_hidden = hidden.new_zeros(len(hidden), width + 1, hidden.shape[-1])
+        at = torch.where(real, positions, width).flatten(1)[..., None].expand(-1, -1, hidden.shape[-1])
+        self._clean_hidden.scatter_(1, at, hidden.flatten(1, 2))
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop all rows but those with the given indices [n]."""
+        self.cache.keep_rows(rows)
+        self._placed.clear()
+        if self._clean_hidden is not None:
+            self._clean_hidden = self._clean_hidden[rows]
 
     def head(
         self,
@@ -228,10 +264,31 @@ class CachedForwards:
         Returns:
             Corrected hidden states, [R, G, B, H]. They mean nothing for states that are not real.
         """
-        placement = self._place_states(state, live.shape[1])
-        real = live[..., None].expand_as(blocks)
-        state.forwards[:, HEAD] += live.any(1)
-        return self._run(self.model.corrected_hidden_states, placement, real, total_live, blocks, hidden)
+        rows, real = live.any(1), live[..., None].expand_as(blocks)
+        state.forwards[:, HEAD] += rows
+        forward = self.model.corrected_hidden_states
+        if not state.max_unread:
+            placement = self._place_states(state, live.shape[1])
+            return self._run(forward, placement, real, total_live, blocks, hidden)
+
+        clean_ids, clean_positions, is_clean = state.unread_clean_blocks(rows)
+        unread = state.unread * rows
+        at = clean_positions.flatten(1)[..., None].expand(-1, -1, hidden.shape[-1])
+        clean_hidden = self._clean_hidden.gather(1, at).unflatten(1, is_clean.shape[1:])
+        arrangement = Arrangement(unread, state.max_unread, live.shape[1], live.shape[1])
+        stream = torch.arange(1, live.shape[1] + 1, device=live.device)[None, :, None].expand_as(blocks)
+        positions = state.positions[:, None].expand_as(blocks)
+        positions = arrangement.join(clean_positions, positions, is_clean)
+        stream = arrangement.join(torch.full_like(clean_ids, CLEAN), stream, is_clean)
+        real = arrangement.join_real(is_clean, real)
+        placement = self._place(positions, stream, real, behind=unread * state.block_size, after=live.shape[1])
+        ids, hidden = arrangement.join(clean_ids, blocks, is_clean), arrangement.join(clean_hidden, hidden, is_clean)
+        total = None if total_live is None else total_live + state.unread_blocks
+        corrected = self._run(forward, placement, real, total, ids, hidden)
+        state.unread = state.unread - unread
+        # rows that draft further in this round have drafted now; `synchronise` counts what the other rows have left
+        state.max_unread = state.unread_blocks = 0
+        return arrangement.states_of(corrected)
 
     def _run(self, forward, placement: Placement, real, total_real: int | None, *inputs) -> torch.Tensor:
         """Run the backbone or the head on groups of tokens, and only on those that are real where that pays.
@@ -282,8 +339,11 @@ class CachedForwards:
             self._placed[key] = self._place(positions, stream, torch.ones_like(stream, dtype=torch.bool))
         return self._placed[key]
 
-    def _place(self, positions, stream, real) -> Placement:
-        """Assign cache slots to groups of tokens [R, G, B] and build their mask; the clean stream is their context."""
+    def _place(self, positions, stream, real, behind=None, after: int | None = None) -> Placement:
+        """Assign cache slots to groups of tokens [R, G, B] and build their mask; the clean stream is their context.
+
+        `behind` [R] and `after` are as in `BlockCache.assign_slots`, but `after` counts groups.
+        """
         layout = TokenLayout(
             segment=torch.where(real, 0, PADDING),
             block=positions // self.cache.block_size,
@@ -291,10 +351,6 @@ class CachedForwards:
             context=torch.full_like(stream, CLEAN),
             position=positions if self.has_shadows else None,
         ).map(lambda field: field.flatten(1))
-        mask = self.model.attention_mask(layout, self.cache.assign_slots(layout))
+        after = None if after is None else after * self.cache.block_size
+        mask = self.model.attention_mask(layout, self.cache.assign_slots(layout, behind, after))
         return Placement(positions.flatten(1), mask, self.cache.slots)
-
-
-def _extend(tensor: torch.Tensor, groups: int) -> torch.Tensor:
-    """Append `groups` empty groups to [R, G, B]."""
-    return torch.nn.functional.pad(tensor, (0, 0, 0, groups))

@@ -26,7 +26,7 @@ The other modes read the current block alone. `direct` and `remask` let the head
 
 Host synchronisations. The host waits for the device where a shape, or whether a forward runs, depends on the tokens:
 
-    every round      `BlockState.synchronise`: one transfer of ten numbers; one of them tells whether any scores that
+    every round      `BlockState.synchronise`: one transfer of twelve numbers; one of them tells whether any scores that
                      were read allow no choice (`BlockState.note_faults`), which ends the call with an error
                      `on_progress` of `generate`: whether another column of new tokens can be emitted, once and again
                      after each column, because the stopping criteria may have ended rows
@@ -161,7 +161,7 @@ class Decoder:
             return slice(None)
         running = state.running.nonzero()[:, 0]
         self.state = state.take(running)
-        self.cache.keep_rows(running)
+        self.forwards.keep_rows(running)
         self.sampler.keep_rows(running)
         return running
 
@@ -257,8 +257,7 @@ class Decoder:
         )  # waits for the device: no head forward may run that no row needs
         if not total:
             return
-        confirmed = step.last, step.before, hidden[row, step.last]
-        self.forwards.commit_candidates(self.state, opened.rows, *confirmed, total)
+        self.forwards.commit_candidates(self.state, opened.rows, step.last, hidden[row, step.last])
         self.state.advance()
         read = opened.rows[:, None].expand_as(opened.after)  # every position of the opening state is masked
         self.state.note_faults(read, opened.choice.confidence, opened.choice.score)

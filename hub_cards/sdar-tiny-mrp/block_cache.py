@@ -45,7 +45,8 @@ class BlockCache(Cache):
         self.capacity = capacity
         self.block_size = block_size
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # committed tokens per row, [R]
-        self._first_slots = torch.arange(rows, device=device) * capacity  # counted over all rows' slots, [R]
+        # counted over all rows' slots, [R]; one more than the capacity belongs to each row, for padding
+        self._first_slots = torch.arange(rows, device=device) * (capacity + 1)
         # the fields of a TokenLayout for committed tokens, [fields, capacity]
         slot = torch.arange(capacity, device=device)
         clean = torch.full_like(slot, CLEAN)
@@ -55,11 +56,19 @@ class BlockCache(Cache):
         # keys and values per layer, each [R, capacity, heads, d], so that a token's numbers are in one piece
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def assign_slots(self, queries: TokenLayout) -> TokenLayout:
-        """Assign scratch slots to the tokens of the next forward (`slots`).
+    def assign_slots(
+        self, queries: TokenLayout, behind: torch.Tensor | None = None, after: int | None = None
+    ) -> TokenLayout:
+        """Assign slots to the tokens of the next forward (`slots`): the scratch slots of their row.
+
+        The head reads committed blocks later than the backbone does. Its tokens begin with those that its layers have
+        not seen yet, and these take their committed slots.
 
         Args:
             queries: layout of these tokens, [R, Q].
+            behind: how many committed tokens of each row are read now, [R]; None: none.
+            after: the most other tokens of a row that are read; None: Q. A token that would be farther from the end of
+                the longest row is padding, and goes to a slot of its own that nothing sees.
 
         Returns:
             The layout of the keys that the forward will get from `update`, [R, S]: committed tokens and its own.
@@ -68,12 +77,16 @@ class BlockCache(Cache):
             ValueError: when the tokens do not fit into the capacity.
         """
         width = queries.segment.shape[1]
-        span = self.longest + width
+        span = self.longest + (width if after is None else after)
         if span > self.capacity:
             raise ValueError(f"BlockCache holds {self.capacity} slots per row, but {span} are needed")
-        slot = torch.arange(span, device=self.lengths.device)
-        scratch = slot - self.lengths[:, None]  # index into the queries; negative in committed slots, [R, S]
-        self.slots = Slots(((self._first_slots + self.lengths)[:, None] + slot[:width]).flatten(), span)
+        slot = torch.arange(max(span, width), device=self.lengths.device)
+        first = self.lengths if behind is None else self.lengths - behind  # slot of each row's first query
+        own = first[:, None] + slot[:width]
+        if behind is not None:
+            own = own.clamp(max=self.capacity)
+        self.slots = Slots((self._first_slots[:, None] + own).flatten(), span)
+        scratch = slot[:span] - first[:, None]  # index into the queries; negative in earlier slots, [R, S]
         # all fields in one piece, [fields, R, S]: these operations are small, and their number counts
         written = torch.stack([field for field in queries if field is not None])
         written = written.gather(2, scratch.clamp(0, width - 1).expand(len(written), -1, -1))
@@ -107,7 +120,7 @@ class BlockCache(Cache):
         """
         if layer_idx not in self._buffers:
             heads, size = key_states.shape[1], key_states.shape[3]
-            shape = (len(self.lengths), self.capacity, heads, size)
+            shape = (len(self.lengths), self.capacity + 1, heads, size)
             # zeros, not uninitialised memory: a NaN spreads through attention even where it is masked
             self._buffers[layer_idx] = (key_states.new_zeros(shape), value_states.new_zeros(shape))
         buffers = self._buffers[layer_idx]
