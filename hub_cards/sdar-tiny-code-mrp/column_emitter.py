@@ -1,7 +1,7 @@
 """Handing finished columns of new tokens to streamers and stopping criteria, in order."""
 
 import torch
-from transformers.generation import StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from .block_state import BlockState
@@ -12,6 +12,9 @@ class ColumnEmitter:
 
     Rows progress unevenly, but streamers and criteria see the columns in order, as in token-by-token generation. A row
     that has ended does not delay the others, and keeps its tokens until their columns are emitted.
+
+    Where there is no streamer, and the only criteria are the limit and the ends of text of the call, which the rows'
+    state knows too, nothing is emitted during decoding: `finish` emits all columns at once.
 
     Args:
         input_ids: the prompts as they were given, [R, P].
@@ -45,6 +48,8 @@ class ColumnEmitter:
         self.unfinished = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
         self.lengths = torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)  # new tokens per row
         self.draft_streamer = streamer if hasattr(streamer, "put_draft") else None
+        ends_are_known = {type(criterion) for criterion in stopping_criteria} <= {MaxLengthCriteria, EosTokenCriteria}
+        self.waits = ends_are_known and streamer is None
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -53,6 +58,8 @@ class ColumnEmitter:
 
     def __call__(self, state: BlockState) -> None:
         """Emit the columns that have become ready, and stop the rows that have finished."""
+        if self.waits:
+            return
         done = self.seen_by_criteria.shape[1] - self.prompt_columns
         while done < self._ready(state):
             self._emit(state, done)
@@ -60,6 +67,25 @@ class ColumnEmitter:
         state.running = state.running & self.unfinished
         if self.draft_streamer is not None and state.running.any():
             self._show_draft(state, done)
+
+    def finish(self, state: BlockState) -> None:
+        """Emit what has not been emitted, after decoding has ended."""
+        if self.streamer is not None:
+            self.streamer.end()
+        if not self.waits:
+            return
+        column = torch.arange(self.max_new_tokens, device=state.tokens.device)
+        at = state.prompt_lengths[:, None] + column  # [R, new]
+        tokens = state.tokens.gather(1, at)
+        ends = torch.isin(tokens, state.eos_token_ids).long()
+        returned = ends.cumsum(1) - ends == 0  # up to the first end of text
+        self.lengths = returned.sum(1)
+        width = int(self.lengths.max())
+        tokens = torch.where(returned, tokens, self.pad_token_id)[:, :width]
+        self.seen_by_criteria = torch.cat([self.seen_by_criteria, tokens], dim=1)
+        if self.scores is not None:
+            row = torch.arange(len(at), device=at.device)
+            self.scores = tuple(state.scores[row, at[:, number]] for number in range(width))
 
     def _ready(self, state: BlockState) -> int:
         """Return how many columns can be emitted: those before the current block of every row that still decodes.

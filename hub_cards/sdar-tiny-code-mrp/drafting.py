@@ -105,10 +105,15 @@ class Drafter:
         if plan.depths == 1 or not drafting:
             return Drafts(current_states(state))
         graph = DraftGraph(state.block, state.running, plan.candidates)
-        level = graph.nodes.weighing(graph.nodes.weight.masked_fill(state.opening[:, None], 0.0))
+        level = graph.start.weighing(graph.start.weight.masked_fill(state.opening[:, None], 0.0))
         # rows that open their block draft nothing: the masked positions of all running rows are a bound
         masked, head_steps, estimate = state.masked_positions, 0, Estimate(state.hidden[:, None])
         for depth in range(1, plan.depths):
+            if depth > 1:
+                # waits for the device: a head step that no row uses would cost more than the wait
+                drafting, masked = self._remaining(state, level)
+                if not drafting:
+                    break
             if self.uses_head and (depth - 1) % plan.drafts_per_head_step == 0:
                 before = take_states(estimate.hidden, level.source)
                 estimate = Estimate(self.forwards.head(state, level.blocks, before, level.weight > 0, drafting))
@@ -120,18 +125,22 @@ class Drafter:
             level = graph.add(steps, settled, continues & self.crosses_border)
             if level.weight.shape[1] > plan.width:
                 level = level.take(level.order()[:, : plan.width])
-            # waits for the device: a head step or a candidate that no row uses would cost more than the wait
-            chosen = graph.chosen(state.mask_token_id)
-            continuing = level.weight > 0
-            left = (level.blocks == state.mask_token_id) & continuing[..., None]
-            drafting, masked, *size = fetch(torch.stack([continuing.sum(), left.sum(), *chosen.size]))
-            if not drafting:
-                break
-        candidates = chosen.candidates(CandidateCount(*size), depth, state.mask_token_id)
+            reached = depth
+        chosen = graph.chosen(state.mask_token_id)
+        size = CandidateCount(*fetch(torch.stack(chosen.size)))  # waits: no candidate without use may be read
+        candidates = chosen.candidates(size, reached, state.mask_token_id)
         drafts = candidates.live & (candidates.depth > 0)
         depths = torch.arange(1, state.proposed.shape[1], device=drafts.device)
         state.proposed[:, 1:] += (drafts[..., None] & (candidates.depth[..., None] == depths)).any(1)
-        return Drafts(candidates, depth, head_steps)
+        return Drafts(candidates, reached, head_steps)
+
+    @staticmethod
+    def _remaining(state: BlockState, level: Nodes) -> tuple[int, int]:
+        """Return from how many nodes of a level drafting continues, and how many positions of theirs are masked."""
+        continuing = level.weight > 0
+        masked = (level.blocks == state.mask_token_id) & continuing[..., None]
+        drafting, total_masked = fetch(torch.stack([continuing.sum(), masked.sum()]))
+        return drafting, total_masked
 
     def _read(self, state, level: Nodes, estimate: "Estimate", total_masked: int, depth: int, context) -> TokenChoice:
         """Choose tokens from an estimate, if need be: with noise, which changes with the depth, again at each depth.
@@ -155,9 +164,10 @@ class Drafter:
 
         `total_masked` bounds the number of masked positions of the level's nodes.
         """
+        is_new = estimate.selection is None  # then source n of the estimate is node n of the level
         choice = self._read(state, level, estimate, total_masked, depth, context)
         token, confidence, entropy, score = (
-            None if field is None else take_states(field, level.source)
+            field if is_new or field is None else take_states(field, level.source)
             for field in (choice.token, choice.confidence, choice.entropy, choice.score)
         )  # [R, N, B] each
         masked = level.blocks == state.mask_token_id
@@ -197,4 +207,6 @@ class Estimate:
 
 def take_states(field: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return the states [R, n, ...] of a field [R, S, ...] at the given indices [R, n]."""
+    if field.shape[1] == index.shape[1] == 1:
+        return field
     return field.gather(1, index.view(*index.shape, *[1] * (field.dim() - 2)).expand(-1, -1, *field.shape[2:]))

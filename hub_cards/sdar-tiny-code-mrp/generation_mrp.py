@@ -245,8 +245,7 @@ class MRPGenerationMixin(GenerationMixin):
         )
         with torch.no_grad(), _in_eval_mode(self):
             Decoder(self, state, options, sampler, pad).run(emitter)
-        if streamer is not None:
-            streamer.end()
+        emitter.finish(state)
         sequences = emitter.sequences.to(input_ids.device)
         if not generation_config.return_dict_in_generate:
             return sequences

@@ -85,7 +85,8 @@ class BlockState:
         self.steps = torch.zeros_like(prompt_lengths)  # denoising steps done in the current block, [R]
         self.opening = torch.ones(rows, dtype=torch.bool, device=device)  # no forward has read the current block, [R]
         self.running = torch.ones(rows, dtype=torch.bool, device=device)  # the row has not ended, [R]
-        self.faults = torch.full_like(prompt_lengths, NO_FAULT)  # see `note_faults`, [R]
+        self.faulty = torch.zeros(rows, dtype=torch.bool, device=device)  # see `note_faults`, [R]
+        self._noted: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = []  # of `note_faults` in this round
         self.hidden = None  # backbone's hidden states of the current block before its last step, [R, B, H]
 
         # what `generate` returns
@@ -106,7 +107,7 @@ class BlockState:
         mapped.pending, mapped.unread = function(self.pending), function(self.unread)
         mapped.steps = function(self.steps)
         mapped.opening, mapped.running = function(self.opening), function(self.running)
-        mapped.faults = function(self.faults)
+        mapped.faulty = function(self.faulty)
         mapped.hidden = None if self.hidden is None else function(self.hidden)
         mapped.scores = None if self.scores is None else function(self.scores)
         mapped.forwards, mapped.revealed_by_head = function(self.forwards), function(self.revealed_by_head)
@@ -153,8 +154,9 @@ class BlockState:
         cached = self.starts - self.pending * self.block_size
         next_lengths = cached + pending * self.block_size
         masked = (self.block == self.mask_token_id).sum(1) * running
-        sums = torch.stack([running, self.opening * running, pending, self.accepted.sum(1), masked, unread]).sum(1)
-        maxima = torch.stack([pending, unread, cached, next_lengths, self.starts, -self.faults]).amax(1)
+        opening, accepted = self.opening * running, self.accepted.sum(1)
+        sums = torch.stack([running, opening, pending, accepted, masked, unread, self.faulty]).sum(1)
+        maxima = torch.stack([pending, unread, cached, next_lengths, self.starts]).amax(1)
         (
             self.running_rows,
             self.opening_rows,
@@ -162,14 +164,15 @@ class BlockState:
             self.accepted_drafts,
             self.masked_positions,
             self.unread_blocks,
+            self.faulty_rows,
             self.max_pending,
             self.max_unread,
             self.longest_cached,
             self.next_longest,
             self.longest_start,
-            least_fault,
         ) = fetch(torch.cat([sums, maxima]))
-        self.least_fault = -least_fault
+        if not self.faulty_rows:
+            self._noted = []
 
     @property
     def block(self) -> torch.Tensor:
@@ -230,21 +233,27 @@ class BlockState:
             score: score of the token chosen there, minus infinity where no token is left, [R, ..., B].
             by_head: whether the scores are the head's (otherwise the backbone's).
         """
-        usable = confidence < torch.inf  # not if it is NaN
-        code = self._expand(self.positions * 4 + 2 if by_head else self.positions * 4, where)
+        bad = ~(confidence < torch.inf)  # NaN too
         if score is not None:
-            usable = usable & (score > -torch.inf)
-            code = code + (score == -torch.inf)
-        noted = torch.where(where & ~usable, code, NO_FAULT).flatten(1).amin(1)
-        self.faults = torch.minimum(self.faults, noted)
+            bad = bad | ~(score > -torch.inf)
+        bad = where & bad
+        self.faulty = self.faulty | bad.flatten(1).any(1)
+        self._noted.append((bad, score, by_head))
 
     @property
     def fault(self) -> Fault | None:
-        """The first fault of all rows that `synchronise` has seen."""
-        if self.least_fault == NO_FAULT:
+        """The fault at the lowest position of all that `synchronise` has seen, or None."""
+        if not self.faulty_rows:
             return None
-        position, kind = divmod(self.least_fault, 4)
-        return Fault(int(self.faults.argmin()), position, bool(kind & 2), bool(kind & 1))
+        codes = []  # least of each row, the kind of fault included, [R] each
+        for bad, score, by_head in self._noted:
+            code = self._expand(self.positions * 4 + 2 * by_head, bad)  # a row with a fault is still at its block
+            if score is not None:
+                code = code + (score == -torch.inf)
+            codes.append(torch.where(bad, code, NO_FAULT).flatten(1).amin(1))
+        least = torch.stack(codes).amin(0)
+        position, kind = divmod(int(least.min()), 4)
+        return Fault(int(least.argmin()), position, bool(kind & 2), bool(kind & 1))
 
     def settled(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return whether a block needs no further step: nothing that will be returned is masked any more.
@@ -293,7 +302,7 @@ class BlockState:
         A completed block becomes pending: its keys and values are computed in the next forward, beside the next block.
         """
         settled, continues = self.outlook(self.block)
-        done = settled & self.running & (self.faults == NO_FAULT)
+        done = settled & self.running & ~self.faulty
         moved = done & continues
         self.running = self.running & (moved | ~done)
         shift = moved * self.block_size

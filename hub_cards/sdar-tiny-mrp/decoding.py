@@ -228,7 +228,8 @@ class Decoder:
         """Find the backbone's step, given its hidden states [R, C, B, H], and keep those of the state before it."""
         step = self.verifier.verify(self.state, candidates, hidden, context)
         row = torch.arange(len(hidden), device=hidden.device)
-        self.state.hidden = hidden[row, step.last]  # the next round drafts from these
+        # the next round drafts from these
+        self.state.hidden = hidden[:, 0] if hidden.shape[1] == 1 else hidden[row, step.last]
         return step
 
     def take(self, step: BackboneStep, after: torch.Tensor, steps: torch.Tensor) -> None:

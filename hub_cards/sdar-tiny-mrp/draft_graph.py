@@ -54,6 +54,8 @@ class Nodes(NamedTuple):
 
 def join(*nodes: Nodes) -> Nodes:
     """Concatenate the nodes of every row."""
+    if len(nodes) == 1:
+        return nodes[0]
     return Nodes(*(torch.cat(fields, dim=1) for fields in zip(*nodes, strict=True)))
 
 
@@ -93,8 +95,9 @@ class DraftGraph:
     def __init__(self, block: torch.Tensor, rows: torch.Tensor, places: int) -> None:
         zero = torch.zeros_like(rows, dtype=torch.long)[:, None]
         self.places = places
-        self.nodes = Nodes(block[:, None], rows.float()[:, None], zero, zero)  # heaviest first
-        self.complete = self.nodes.weighing(torch.zeros_like(self.nodes.weight))  # one per row
+        self.start = Nodes(block[:, None], rows.float()[:, None], zero, zero)  # the current block
+        self.nodes = [self.start]  # nodes that may get a place, in pieces
+        self.complete: list[Nodes] = []  # complete states that the opening state of the next block may follow
 
     def add(self, nodes: Nodes, settled: torch.Tensor, continues: torch.Tensor) -> Nodes:
         """Add the nodes of the next depth, and drop the lightest nodes if there are more than places.
@@ -107,32 +110,36 @@ class DraftGraph:
         Returns:
             The nodes that have a place and from which drafting may continue; the others have weight 0.
         """
-        complete = join(self.complete, nodes.weighing(torch.where(continues, nodes.weight, 0.0)))
-        self.complete = complete.take(complete.order()[:, :1])
+        self.complete.append(nodes.weighing(torch.where(continues, nodes.weight, 0.0)))
         nodes = nodes.weighing(nodes.weight.masked_fill(settled, 0.0))
-        before = self.nodes.weight.shape[1]
-        self.nodes = join(self.nodes, nodes)
-        order = self.nodes.order()
-        placed = order.argsort(1)[:, before:] < self.places
-        self.nodes = self.nodes.take(order[:, : self.places])
+        self.nodes.append(nodes)
+        width = sum(piece.weight.shape[1] for piece in self.nodes)
+        if width <= self.places:
+            return nodes
+        everything = join(*self.nodes)
+        order = everything.order()
+        self.nodes = [everything.take(order[:, : self.places])]
+        placed = order.argsort(1)[:, -nodes.weight.shape[1] :] < self.places
         return nodes.weighing(torch.where(placed, nodes.weight, 0.0))
 
     def chosen(self, mask_token_id: int) -> "ChosenNodes":
-        """Choose the nodes that get a place: those of `nodes` and, where it is heavy enough, the complete state.
+        """Choose the nodes that get a place: the heaviest and, if it is heavy enough, the heaviest complete state.
 
         Args:
             mask_token_id: id of [MASK].
         """
+        nodes, complete = join(*self.nodes), join(*self.complete)
+        nodes, complete = nodes.take(nodes.order()), complete.take(complete.order()[:, :1])
         # with the complete state goes the opening state: the two of them take the last two places
-        heavier = (self.nodes.weight >= self.complete.weight).sum(1, keepdim=True)
-        pair = (self.complete.weight > 0) & (heavier + 2 <= self.places)  # [R, 1]
-        number = torch.arange(self.nodes.weight.shape[1], device=pair.device)
-        others = self.nodes.weighing(self.nodes.weight.masked_fill(pair & (number + 2 >= self.places), 0.0))
-        complete = self.complete.weighing(self.complete.weight * pair)
+        heavier = (nodes.weight >= complete.weight).sum(1, keepdim=True)
+        pair = (complete.weight > 0) & (heavier + 2 <= self.places)  # [R, 1]
+        number = torch.arange(nodes.weight.shape[1], device=pair.device)
+        others = nodes.weighing(nodes.weight.masked_fill(pair & (number + 2 >= self.places), 0.0))
+        complete = complete.weighing(complete.weight * pair)
         placed = others.weight > 0
         count = placed.sum(1) + 2 * pair[:, 0]
         masked = ((others.blocks == mask_token_id) & placed[..., None]).sum()
-        total_masked = masked + pair.sum() * self.complete.blocks.shape[2]
+        total_masked = masked + pair.sum() * complete.blocks.shape[2]
         size = CandidateCount(count.amax(), count.sum(), total_masked, pair.any())
         return ChosenNodes(others, complete, size)
 

@@ -91,7 +91,6 @@ class Verifier:
             context: finished tokens for the logits processors, or None.
         """
         blocks = candidates.blocks  # [R, C, B]
-        row = torch.arange(len(blocks), device=blocks.device)
         steps = state.steps[:, None] + candidates.depth
         if candidates.opens is not None:
             steps = steps.masked_fill(candidates.opens, 0)
@@ -101,6 +100,9 @@ class Verifier:
         reveal = self.rule(choice.confidence, choice.entropy, masked)
         following = torch.where(reveal, choice.token, blocks)  # the backbone's step on every candidate, [R, C, B]
 
+        if blocks.shape[1] == 1:
+            return self._only_step(state, blocks, choice, reveal, following)
+        row = torch.arange(len(blocks), device=blocks.device)
         walk = self._walk(candidates, choice, following)
         last, visited = walk.last, walk.visited & state.running[:, None]
         state.accepted.scatter_add_(1, candidates.depth, (visited & (candidates.depth > 0)).long())
@@ -121,6 +123,23 @@ class Verifier:
             opened=None if candidates.opens is None else self._opened(state, candidates, choice, following, last),
         )
 
+    def _only_step(self, state, blocks, choice: TokenChoice, reveal, following) -> BackboneStep:
+        """Return the step on the current block, where that is the only candidate."""
+        masked = blocks[:, 0] == state.mask_token_id
+        state.note_faults(masked & state.running[:, None], choice.confidence[:, 0], choice.score[:, 0])
+        if choice.scores is not None:
+            state.write_scores(choice.scores[:, 0], reveal[:, 0] & state.running[:, None])
+        first = torch.zeros_like(state.steps)
+        return BackboneStep(
+            last=first,
+            depth=first,
+            before=blocks[:, 0],
+            after=following[:, 0],
+            revealed=reveal[:, 0],
+            confidence=choice.confidence[:, 0],
+            reveal_steps=state.steps[:, None].expand_as(following[:, 0]),
+        )
+
     def _opened(self, state, candidates: Candidates, choice: TokenChoice, following, last) -> Opened:
         """Find the rows whose last confirmed candidate is followed by an opening state."""
         row = torch.arange(len(last), device=last.device)
@@ -137,8 +156,6 @@ class Verifier:
         blocks, depth = candidates.blocks, candidates.depth
         last = torch.zeros_like(depth[:, :1])
         visited = torch.zeros_like(candidates.live).scatter(1, last, True)
-        if depth.shape[1] == 1:
-            return Walk(last[:, 0], visited, last)
         leads = (following[:, :, None] == blocks[:, None]).all(-1)  # from each candidate to each, [R, C, C]
         if self.floor is not None:
             # token acceptance: every new token is the backbone's confident choice, whichever the rule takes first
