@@ -45,9 +45,8 @@ def graph_of(places, tokens=(1, MASK, MASK)):
 
 def candidates_of(graph):
     chosen = graph.chosen(MASK)
-    return chosen.candidates(
-        CandidateCount(*map(int, chosen.size)), max(int(piece.depth.max()) for piece in graph.nodes), MASK
-    )
+    deepest = max(int(piece.depth.max()) for piece in graph.nodes)
+    return chosen.candidates(CandidateCount(*map(int, chosen.size)), deepest, MASK)
 
 
 def test_the_heaviest_nodes_of_all_depths_get_the_places():

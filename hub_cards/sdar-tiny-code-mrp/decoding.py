@@ -26,12 +26,12 @@ The other modes read the current block alone. `direct` and `remask` let the head
 
 Host synchronisations. The host waits for the device where a shape, or whether a forward runs, depends on the tokens:
 
-    every round      `BlockState.synchronise`: one transfer of twelve numbers; one of them tells whether any scores that
-                     were read allow no choice (`BlockState.note_faults`), which ends the call with an error
-                     `on_progress` of `generate`: whether another column of new tokens can be emitted, once and again
-                     after each column, because the stopping criteria may have ended rows
-    spec             whether any row still drafts and how many candidates there are, once per depth of the drafts,
-                     before the next head step
+    every round      `BlockState.synchronise`: one transfer of twelve numbers; one of them tells whether any scores
+                     that were read allow no choice (`BlockState.note_faults`), which ends the call with an error
+                     where a streamer or a stopping criterion has to see the columns of new tokens in order
+                     (`ColumnEmitter`): whether another column can be emitted, once and again after each column
+    spec             whether any row still drafts, before each head step but the first; then how many candidates
+                     there are
                      where an opening state was read (see drafting.py): whether any row crosses the block border
     direct           whether any row is still unsettled, once per head step
     remask           how many reveals the head has to judge, once per round
@@ -253,10 +253,8 @@ class Decoder:
             hidden: the backbone's hidden states on all candidates, [R, C, B, H].
         """
         opened, row = step.opened, torch.arange(len(hidden), device=hidden.device)
-        self.crossed_rows = total = int(
-            opened.rows.sum()
-        )  # waits for the device: no head forward may run that no row needs
-        if not total:
+        self.crossed_rows = int(opened.rows.sum())  # waits for the device: moving keys in all layers would cost more
+        if not self.crossed_rows:
             return
         self.forwards.commit_candidates(self.state, opened.rows, step.last, hidden[row, step.last])
         self.state.advance()
