@@ -57,6 +57,7 @@ from .draft_plan import DraftPlan  # noqa: F401
 from .drafting import Drafter  # noqa: F401
 from .generation_mrp import MRPGenerationMixin
 from .inputs import check_forward_inputs, check_unsupported, check_vocabulary
+from .keyed_noise import row_keys  # noqa: F401
 from .masks import (
     CLEAN,
     PADDING,
@@ -68,6 +69,7 @@ from .masks import (
     stream_layout,
 )
 from .ops import read_logits  # noqa: F401
+from .ops_triton import read_logits_triton  # noqa: F401
 from .options import DecodingOptions  # noqa: F401
 from .packing import Packing, let_attention_unpack
 from .reader import Reader  # noqa: F401

@@ -25,7 +25,8 @@ class DecodingOptions:
         mrp_mode: None (backbone only), "direct", "spec" or "remask".
         mrp_steps: look-ahead K, at least 1. spec: drafts per round, the first of which is the backbone's own certain
             step. direct: head steps after each backbone step. "auto": spec chooses in every round how many candidates
-            and head steps pay (at most 16 candidates, or `mrp_candidates`); in the other modes 3.
+            and head steps pay (at most 16 candidates, or `mrp_candidates`). It stands for 3 where the text depends on
+            the drafts, lest it depend on the clock: in the other modes, and with `mrp_acceptance="token"`.
         mrp_candidates: the most states C per row that one verification of spec reads, at least 1. The drafts form a
             graph (see draft_graph.py) of at most K depths, by default C. None: they form a chain of K states.
         mrp_draft: what spec drafts from: "head" (logits that the head estimates), or "self" (the backbone's logits of
@@ -141,7 +142,7 @@ class DecodingOptions:
     @property
     def adaptive(self) -> bool:
         """Whether spec chooses in every round how far it drafts (see draft_plan.py)."""
-        return self.mrp_mode == "spec" and self.mrp_steps == "auto"
+        return self.mrp_mode == "spec" and self.mrp_steps == "auto" and self.mrp_acceptance == "exact"
 
     @property
     def candidates(self) -> int:
@@ -160,7 +161,7 @@ class DecodingOptions:
         """The number K that `mrp_steps` stands for."""
         if self.mrp_steps != "auto":
             return self.mrp_steps
-        return MOST_CANDIDATES if self.mrp_mode == "spec" else DEFAULT_STEPS
+        return MOST_CANDIDATES if self.adaptive else DEFAULT_STEPS
 
     @property
     def keep_threshold(self) -> float:

@@ -5,7 +5,8 @@ import torch
 from plain_loop import gumbel_noise, hash_key, row_key
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from modeling_mrp.sampling import Sampler, combine_keys, keyed_gumbel, row_keys
+from modeling_mrp.keyed_noise import combine_keys, keyed_gumbel, row_keys
+from modeling_mrp.sampling import Sampler
 
 MASK = 3
 EULER = 0.5772156649
@@ -156,7 +157,7 @@ def test_samples_follow_the_softmax():
     logits = random_logits(1, 1, 11)
     rows = 40_000
     sampler = Sampler(MASK, [TemperatureLogitsWarper(1.5)], [], combine_keys(torch.arange(rows)), seed=4)
-    result = read(sampler, logits.expand(rows, -1, -1))
+    result = read(sampler, logits.expand(rows, -1, -1).clone())
     p = (logits[0, 0].index_fill(0, torch.tensor(MASK), -torch.inf) / 1.5).softmax(-1)
     counts = torch.bincount(result.token.flatten(), minlength=11)
     possible = [token for token in range(11) if token != MASK]

@@ -20,8 +20,9 @@ from .cached_forwards import BACKBONE, HEAD, PREFILL
 from .column_emitter import ColumnEmitter
 from .decoding import Decoder
 from .inputs import check_inputs, check_mask, left_align, right_align, warn_beyond_positions
+from .keyed_noise import row_keys
 from .options import OPTION_NAMES, DecodingOptions, nearest
-from .sampling import Sampler, row_keys
+from .sampling import Sampler
 
 # processors that truncate the distribution; confidences are read before them
 TRUNCATION = ("TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper")

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp import MRPForDiffusionLM
 from modeling_mrp.generation_mrp import MRPGenerateOutput
+from modeling_mrp.keyed_noise import keyed_gumbel, row_keys
 from modeling_mrp.options import OPTION_NAMES, DecodingOptions
-from modeling_mrp.sampling import Sampler, keyed_gumbel, row_keys
+from modeling_mrp.sampling import Sampler
 from modeling_mrp.step_rules import StepRule
 
 from .decoding import end_of_text_ids
