@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from hub_cards.build import figure, results
-from hub_cards.build.result_tables import heads_table, loss_table, recipe_text, settings_text, shapes_table, span
+from hub_cards.build.result_tables import (
+    heads_table,
+    loss_table,
+    recipe_text,
+    rules_table,
+    settings_text,
+    shapes_table,
+    span,
+)
 from mrp_trainer.evaluation.results import SCHEMAS, command_line, read_result, write_result
 
 ROOT = Path(__file__).parents[1]
@@ -168,6 +176,31 @@ def test_the_heads_table_groups_modes_by_task_and_acceptance(tmp_path):
     header, _, line = heads_table({"words": result}).splitlines()
     assert header == "| head | trained with | words, exact, K = 2 / 4 | words, token, K = 4 |"
     assert line == "| without a head |  | 1.50 / 1.75 | 2.00 |"
+
+
+RULE_ROWS = [  # mode, forwards, same_as_rule, speed_alone, speed_in_batch
+    ("static", 120, 1.0, 1.0, 1.0),
+    ("static+graph-4", 60, 1.0, 1.5, 0.75),
+    ("dynamic-0.9", 80, 1.0, 1.25, 1.5),
+    ("dynamic-0.9+graph-4", 30, 0.995, 1.75, 0.5),
+]
+
+
+@pytest.mark.parametrize("accuracy", [0.5, None])
+def test_the_rules_table_has_a_line_for_each_rule(tmp_path, accuracy):
+    fields = "mode", "backbone_forwards", "same_as_rule", "speed_alone", "speed_in_batch"
+    rows = [
+        dict(zip(fields, row, strict=True)) | {"rule": row[0].split("+")[0], "accuracy": accuracy} for row in RULE_ROWS
+    ]
+    result = write_demo(tmp_path / "rules.json", name="bench rules", figures={"rows": rows})
+    header, _, *lines = rules_table(result).splitlines()
+    assert header.startswith("| rule: alone / graph-4 |") and header.endswith("| speed, 100 rows at a time |")
+    shown = "" if accuracy is None else " 0.500 |"
+    assert lines == [
+        f"| static |{shown} 120 / 60 | 1.00 / 2.00 | 100.0% | 1.00 / 1.50 | 1.00 / 0.75 |",
+        f"| dynamic-0.9 |{shown} 80 / 30 | 1.50 / 4.00 | 99.5% | 1.25 / 1.75 | 1.50 / 0.50 |",
+    ]
+    assert ("accuracy" in header) == (accuracy is not None)
 
 
 def test_a_recipe_is_told_in_words():

@@ -113,21 +113,30 @@ def rule_modes(
         speculation: as in `bench_rules`.
 
     Raises:
-        ValueError: if a name is unknown, or needs a head that the model does not have.
+        ValueError: if a name is unknown, is no rule or no speculation, or needs a head that the model does not have.
     """
     size = model.config.block_size
-    by_rule: dict[str, dict[str, dict]] = {}
-    for rule in dict.fromkeys([REFERENCE, *rules]):
-        # a name with speculation is checked first: what is not a rule is refused there too
-        names = [f"{rule}{UNDER}{how}" for how in dict.fromkeys(speculation)]
-        options = {name: mode_options(name, size) for name in (rule, *names)}
-        if options[rule]["mrp_mode"] is not None:
-            raise ValueError(f"rules: {rule!r} is not a step rule; expected names such as {', '.join(RULES)}")
-        for name, values in options.items():
-            if model.mrp_head is None and needs_head(values):
-                raise ValueError(f"speculation: {name!r} needs a head, and this checkpoint has none; use -self")
-        by_rule[rule] = options
-    return by_rule
+    rules = _checked("rules", [REFERENCE, *rules], None, RULES, size)
+    speculation = _checked("speculation", speculation, "spec", SPECULATION, size)
+    for how in speculation:
+        if model.mrp_head is None and needs_head(mode_options(how, size)):
+            raise ValueError(f"speculation: {how!r} needs a head, and this checkpoint has none; use {how}-self")
+    return {
+        rule: {name: mode_options(name, size) for name in (rule, *(f"{rule}{UNDER}{how}" for how in speculation))}
+        for rule in rules
+    }
+
+
+def _checked(argument: str, names: Sequence[str], mode: str | None, examples: Sequence[str], size: int) -> list[str]:
+    """Return names without repetition; each must be of a mode with that `mrp_mode`, and not joined from two names."""
+    for name in names:
+        try:
+            found = mode_options(name, size)["mrp_mode"]
+        except ValueError as error:
+            raise ValueError(f"{argument}: {error}") from None
+        if found != mode or UNDER in name:
+            raise ValueError(f"{argument}: {name!r} cannot be used here; expected names such as {', '.join(examples)}")
+    return list(dict.fromkeys(names))
 
 
 def _seconds_alone(
