@@ -181,8 +181,10 @@ def test_the_heads_table_groups_modes_by_task_and_acceptance(tmp_path):
 RULE_ROWS = [  # mode, forwards, same_as_rule, speed_alone, speed_in_batch
     ("static", 120, 1.0, 1.0, 1.0),
     ("static+graph-4", 60, 1.0, 1.5, 0.75),
+    ("static+graph-8", 40, 1.0, 2.0, 0.25),
     ("dynamic-0.9", 80, 1.0, 1.25, 1.5),
-    ("dynamic-0.9+graph-4", 30, 0.995, 1.75, 0.5),
+    ("dynamic-0.9+graph-4", 30, 0.99, 1.75, 0.5),
+    ("dynamic-0.9+graph-8", 20, 0.97, 2.5, 0.75),
 ]
 
 
@@ -194,11 +196,13 @@ def test_the_rules_table_has_a_line_for_each_rule(tmp_path, accuracy):
     ]
     result = write_demo(tmp_path / "rules.json", name="bench rules", figures={"rows": rows})
     header, _, *lines = rules_table(result).splitlines()
-    assert header.startswith("| rule: alone / graph-4 |") and header.endswith("| speed, 100 rows at a time |")
+    assert header.startswith("| rule: alone / graph-4 / graph-8 |") and header.endswith(
+        "| speed, 100 rows at a time |"
+    )
     shown = "" if accuracy is None else " 0.500 |"
     assert lines == [
-        f"| static |{shown} 120 / 60 | 1.00 / 2.00 | 100.0% | 1.00 / 1.50 | 1.00 / 0.75 |",
-        f"| dynamic-0.9 |{shown} 80 / 30 | 1.50 / 4.00 | 99.5% | 1.25 / 1.75 | 1.50 / 0.50 |",
+        f"| static |{shown} 120 / 60 / 40 | 1.00 / 2.00 / 3.00 | 100.0% | 1.00 / 1.50 / 2.00 | 1.00 / 0.75 / 0.25 |",
+        f"| dynamic-0.9 |{shown} 80 / 30 / 20 | 1.50 / 4.00 / 6.00 | 98.0% | 1.25 / 1.75 / 2.50 | 1.50 / 0.50 / 0.75 |",
     ]
     assert ("accuracy" in header) == (accuracy is not None)
 

@@ -81,9 +81,8 @@ def _quoted_rules(results: dict[str, Result]) -> dict[str, str]:
         static = rules["static"][0]
         modes = {row["mode"]: row for rows in rules.values() for row in rows}
         eights = [(modes[rule], modes[f"{rule}+{RULES_SHOWN}"]) for rule in rules]
-        same = [row["same_as_rule"] for rows in rules.values() for row in rows[1:]]
         quotes |= {
-            f"rules_{task}_same": f"{sum(same) / len(same):.1%}",
+            f"rules_{task}_same": f"{tables.same_as_rule(modes.values()):.1%}",
             f"rules_{task}_saved": tables.span((tables.forwards_saved(*pair) for pair in eights), ".2f"),
         }
         for rule in rules:
