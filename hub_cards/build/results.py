@@ -37,7 +37,7 @@ than `static`, `graph-8` $code_graph_8 times.
 one over a single state: `graph-8` is $words_graph_8_1 times as fast as `static` with one row at a time,
 $words_graph_8_16 times with 16 rows and $words_graph_8_100 times with $batch_size (Python functions: $code_graph_8_1,
 $code_graph_8_16, $code_graph_8_100). `auto` drafts only as far as it pays: $words_auto_1, $words_auto_16 and
-$words_auto_100 times ($code_auto_1, $code_auto_16, $code_auto_100). On random weights of the size of SDAR-4B, two CPU
+$words_auto_100 times ($code_auto_1, $code_auto_16, $code_auto_100). On random wpairs of the size of SDAR-4B, two CPU
 threads take $verify_4b plain steps to verify four states of one row. A GPU reads small batches at the speed of its
 memory, so verification should cost less there, but nothing here has been measured on a GPU yet."""
 
@@ -80,16 +80,16 @@ def _quoted_rules(results: dict[str, Result]) -> dict[str, str]:
         rules = tables.by_rule(results[f"rules-{task}"])
         static = rules["static"][0]
         modes = {row["mode"]: row for rows in rules.values() for row in rows}
-        eights = [(modes[rule], modes[f"{rule}+{RULES_SHOWN}"]) for rule in rules]
+        pairs = [(modes[rule], modes[f"{rule}+{RULES_SHOWN}"]) for rule in rules]
         quotes |= {
             f"rules_{task}_same": f"{tables.same_as_rule(modes.values()):.1%}",
-            f"rules_{task}_saved": tables.span((tables.forwards_saved(*pair) for pair in eights), ".2f"),
+            f"rules_{task}_saved": tables.span((tables.forwards_saved(*pair) for pair in pairs), ".2f"),
         }
         for rule in rules:
             name = re.sub(r"\W", "_", rule)
             quotes[f"rules_{task}_{name}"] = f"{tables.forwards_saved(static, modes[rule]):.2f}"
         for speed in ("speed_alone", "speed_in_batch"):
-            ratios = (speculative[speed] / alone[speed] for alone, speculative in eights)
+            ratios = (speculative[speed] / alone[speed] for alone, speculative in pairs)
             quotes[f"rules_{task}_{speed}"] = tables.span(ratios, ".2f")
     rows = results["rules-words"].rows
     accurate = [row for row in rows if row["accuracy"] >= rows[0]["accuracy"]]

@@ -51,7 +51,7 @@ SCHEMAS = {
     # rule: the rule of the mode, whose answers same_as_rule compares with. The speeds are relative to static.
     "bench rules": Schema(
         ("mode", "rule", "accuracy", "backbone_forwards", "same_as_rule", "speed_alone", "speed_in_batch"),
-        settings=("samples", "batch_size"),
+        settings=("samples", "batch_size", "samples_alone"),
     ),
     # step_seconds: one step of backbone-only decoding; head_step_ratio: a head step over that.
     # accepted: the acceptance rates that the predictions are for.
