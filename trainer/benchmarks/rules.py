@@ -77,15 +77,16 @@ def bench_rules(
     """
     check_at_least_one(samples=len(samples), batch_size=batch_size, samples_alone=samples_alone)
     by_rule = rule_modes(model, rules, speculation)
-    figures: list[ModeFigures] = []
+    figures: list[tuple[str, ModeFigures]] = []
     for rule, modes in by_rule.items():
         on_stage(rule)
-        figures += evaluate_task(model, task, samples, modes, batch_size)  # the rule alone is the reference
+        measured = evaluate_task(model, task, samples, modes, batch_size)  # the rule alone is the reference
+        figures += [(rule, row) for row in measured]
     on_stage("one at a time")
     prompts = [encode_prompt(task.tokenizer, sample.prompt, raw=True) for sample in samples[:samples_alone]]
     every_mode = {name: options for modes in by_rule.values() for name, options in modes.items()}
     alone = _seconds_alone(model, prompts, every_mode, task.answer_tokens)
-    in_batch = {row.mode: row.seconds for row in figures}
+    in_batch = {row.mode: row.seconds for _, row in figures}
     return [
         Row(
             mode=row.mode,
@@ -98,7 +99,7 @@ def bench_rules(
             speed_alone=alone[REFERENCE] / alone[row.mode],
             speed_in_batch=in_batch[REFERENCE] / in_batch[row.mode],
         )
-        for row, rule in zip(figures, (rule for rule, modes in by_rule.items() for _ in modes), strict=True)
+        for rule, row in figures
     ]
 
 
