@@ -40,13 +40,21 @@ OTHER_FORMS = "wide-narrow-T, direct-K, remask-C or remask-C-T"
 def mode_options(name: str, block_size: int) -> dict:
     """Return the options of `generate` that a mode's name stands for.
 
+    - A step rule, with which the backbone decodes alone: `static`, the most confident token per step, or `static-N`,
+      the N most confident; `dynamic-T`, every token whose confidence exceeds T (SDAR's threshold decoding);
+      `entropy-E`, the most certain tokens whose entropies add up to at most E nats; `sequential` or `sequential-N`,
+      the leftmost.
+    - Speculation: `spec-K` drafts a chain with the look-ahead K, `graph-K` a graph of at most K states, `auto` as many
+      states as pay. With `-self` it drafts without a head. With `-token` it accepts tokens in another order too, which
+      may change the text; otherwise the text is that of the rule, which is `static`.
+    - Speculation under another rule: both names joined by `+`, such as `dynamic-0.9+graph-8`, which returns the text
+      of `dynamic-0.9`.
+    - Others: `direct-K`, with the look-ahead K; `remask-C-T`, criterion C of `REMASK_CRITERIA` on proposals above the
+      threshold T (default: 0.5); `wide-narrow-T`, threshold decoding in which tokens that later forwards doubt are
+      masked again.
+
     Args:
-        name: a step rule of `_rule` (`static`, `static-N`, `dynamic-T`, `entropy-E`, `sequential`, `sequential-N`),
-            with which the backbone decodes alone; speculation of `_speculation` (`spec-K`, `graph-K`, `auto`, each
-            also with `-self` or `-token`), which decodes by the rule `static`; both joined by `+`, such as
-            `dynamic-0.9+graph-8`, for speculation under another rule; `wide-narrow-T`, threshold decoding in which
-            tokens that later forwards doubt are masked again; `direct-K`, with the look-ahead K; `remask-C-T`,
-            criterion C of `REMASK_CRITERIA` on proposals above the threshold T (default: 0.5).
+        name: the name.
         block_size: block size of the model.
 
     Raises:
@@ -77,12 +85,7 @@ def mode_options(name: str, block_size: int) -> dict:
 
 
 def _rule(name: str, block_size: int) -> dict:
-    """Return the options of decoding by the backbone alone with a step rule.
-
-    `static` reveals the most confident token per step, `static-N` the N most confident; `sequential` and
-    `sequential-N` the leftmost; `dynamic-T` every token whose confidence exceeds T (SDAR's threshold decoding);
-    `entropy-E` the most certain tokens whose entropies add up to at most E nats.
-    """
+    """Return the options of decoding by the backbone alone with a step rule."""
     match name.split("-"):
         case ["static" | "sequential" as kind, *n] if len(n) <= 1 and block_size % _count(*(n or ["1"])) == 0:
             strategy = {} if kind == "static" else {"remasking_strategy": kind}
@@ -96,11 +99,7 @@ def _rule(name: str, block_size: int) -> dict:
 
 
 def _speculation(name: str) -> dict:
-    """Return the options that turn a rule into speculation under it, which returns the same text.
-
-    `spec-K` drafts a chain with the look-ahead K, `graph-K` a graph of at most K states, `auto` as many states as
-    pay. `-self` drafts without a head; `-token` accepts tokens in another order too, which may change the text.
-    """
+    """Return the options that turn those of a rule into speculation under it."""
     kind, *how = name.split("-")
     if kind == "auto":
         number: dict = {"mrp_steps": "auto"}
