@@ -303,6 +303,7 @@ EXPLAINED_IN_RESULTS = {
     "at least 0.9 confident": "the floor of token acceptance, the threshold of wide-narrow",
     "a confidence of 0.5": "the threshold of remask-C",
     "`dynamic-0.9`": "a mode",
+    "`dynamic-0.9+graph-8`": "a mode",
 }
 FIGURE = re.compile(r"\d+\.\d+|\d+ ?%|\d+x\b|\d+(?:\.\d+)? times")
 

@@ -37,7 +37,7 @@ than `static`, `graph-8` $code_graph_8 times.
 one over a single state: `graph-8` is $words_graph_8_1 times as fast as `static` with one row at a time,
 $words_graph_8_16 times with 16 rows and $words_graph_8_100 times with $batch_size (Python functions: $code_graph_8_1,
 $code_graph_8_16, $code_graph_8_100). `auto` drafts only as far as it pays: $words_auto_1, $words_auto_16 and
-$words_auto_100 times ($code_auto_1, $code_auto_16, $code_auto_100). On random wpairs of the size of SDAR-4B, two CPU
+$words_auto_100 times ($code_auto_1, $code_auto_16, $code_auto_100). On random weights of the size of SDAR-4B, two CPU
 threads take $verify_4b plain steps to verify four states of one row. A GPU reads small batches at the speed of its
 memory, so verification should cost less there, but nothing here has been measured on a GPU yet."""
 
