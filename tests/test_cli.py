@@ -31,7 +31,7 @@ COMMANDS = [
     "push",
     "bench",
 ]
-BENCHMARKS = ["loss", "decode", "shapes", "train"]
+BENCHMARKS = ["loss", "decode", "rules", "shapes", "train"]
 
 
 def shown_help(*words) -> str:
@@ -59,7 +59,9 @@ def test_help_lists_every_command():
         line.split()[0] for line in text[text.index("Commands:") :].splitlines()[1 : 1 + len(COMMANDS)]
     ] == COMMANDS
     text = shown_help("bench")
-    assert [line.split()[0] for line in text[text.index("Commands:") :].splitlines()[1:5]] == BENCHMARKS
+    assert [
+        line.split()[0] for line in text[text.index("Commands:") :].splitlines()[1 : 1 + len(BENCHMARKS)]
+    ] == BENCHMARKS
 
 
 @pytest.mark.parametrize("words", [[], ["bench"]])
@@ -240,6 +242,7 @@ def test_lists_are_written_with_commas_or_spaces(words):
         ("bench decode", "batch_sizes", ["words", "--batch-sizes", "1", "4", "16"], [1, 4, 16]),
         ("bench decode", "batch_sizes", ["words", "--batch_sizes", "1,4"], [1, 4]),
         ("bench decode", "batch_sizes", ["words"], [1, 4, 16]),
+        ("bench rules", "rules", ["words", "--rules", "entropy-0.1", "sequential"], ["entropy-0.1", "sequential"]),
         ("bench shapes", "shapes", ["--shapes", "4b", "8b", "--json"], ["4b", "8b"]),
         ("bench shapes", "candidates", ["--candidates", "1,2"], [1, 2]),
         ("claims", "only", ["words", "--only", "gain", "remask"], ["gain", "remask"]),

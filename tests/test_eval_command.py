@@ -107,7 +107,16 @@ def test_a_lossless_mode_that_differs_in_half_precision_points_to_verify(folder,
         return summary | {"rows": [row | {"identical": 0.5} for row in summary["rows"]]}
 
     monkeypatch.setattr("mrp_trainer.evaluation.summary.summarise", differing)
-    command = [*COMMAND, "--modes", "spec,spec-token,direct", "--steps", "2", "--no-plots", "--limit", "1"]
+    command = [
+        *COMMAND,
+        "--modes",
+        "spec,spec-token,direct,sequential+spec-2",
+        "--steps",
+        "2",
+        "--no-plots",
+        "--limit",
+        "1",
+    ]
     assert main([*command, "--dtype", dtype]) == 0
     expected = "spec-2: not all identical, in bfloat16; `mrp verify` tells whether rounding is the reason"
     for text in (capsys.readouterr().out, (folder / "eval-model" / "summary.md").read_text()):

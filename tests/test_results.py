@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from hub_cards.build import figure, results
-from hub_cards.build.result_tables import heads_table, loss_table, recipe_text, settings_text, shapes_table, span
+from hub_cards.build.result_tables import (
+    heads_table,
+    loss_table,
+    recipe_text,
+    rules_table,
+    settings_text,
+    shapes_table,
+    span,
+)
 from mrp_trainer.evaluation.results import SCHEMAS, command_line, read_result, write_result
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +35,13 @@ ROW = {
     "identical": 1.0,
 }
 
-SETTINGS = {"samples": 2, "batch_size": 100, "choice_weight": 0.0, "seed": 0}  # all that any schema wants
+SETTINGS = {
+    "samples": 2,
+    "samples_alone": 1,
+    "batch_size": 100,
+    "choice_weight": 0.0,
+    "seed": 0,
+}  # all that any schema wants
 
 
 def write_demo(path, **changes):
@@ -170,6 +184,35 @@ def test_the_heads_table_groups_modes_by_task_and_acceptance(tmp_path):
     assert line == "| without a head |  | 1.50 / 1.75 | 2.00 |"
 
 
+RULE_ROWS = [  # mode, forwards, same_as_rule, speed_alone, speed_in_batch
+    ("static", 120, 1.0, 1.0, 1.0),
+    ("static+graph-4", 60, 1.0, 1.5, 0.75),
+    ("static+graph-8", 40, 1.0, 2.0, 0.25),
+    ("dynamic-0.9", 80, 1.0, 1.25, 1.5),
+    ("dynamic-0.9+graph-4", 30, 0.99, 1.75, 0.5),
+    ("dynamic-0.9+graph-8", 20, 0.97, 2.5, 0.75),
+]
+
+
+@pytest.mark.parametrize("accuracy", [0.5, None])
+def test_the_rules_table_has_a_line_for_each_rule(tmp_path, accuracy):
+    fields = "mode", "backbone_forwards", "same_as_rule", "speed_alone", "speed_in_batch"
+    rows = [
+        dict(zip(fields, row, strict=True)) | {"rule": row[0].split("+")[0], "accuracy": accuracy} for row in RULE_ROWS
+    ]
+    result = write_demo(tmp_path / "rules.json", name="bench rules", figures={"rows": rows})
+    header, _, *lines = rules_table(result).splitlines()
+    assert header.startswith("| rule: alone / graph-4 / graph-8 |") and header.endswith(
+        "| speed, 100 rows at a time |"
+    )
+    cell = "" if accuracy is None else " 0.500 |"
+    assert lines == [
+        f"| static |{cell} 120 / 60 / 40 | 1.00 / 2.00 / 3.00 | 100.0% | 1.00 / 1.50 / 2.00 | 1.00 / 0.75 / 0.25 |",
+        f"| dynamic-0.9 |{cell} 80 / 30 / 20 | 1.50 / 4.00 / 6.00 | 98.0% | 1.25 / 1.75 / 2.50 | 1.50 / 0.50 / 0.75 |",
+    ]
+    assert ("accuracy" in header) == (accuracy is not None)
+
+
 def test_a_recipe_is_told_in_words():
     recipe = {"changes": {}, "visited": False, "fresh": True, "layers": 3, "residual": False, "after": None}
     assert recipe_text(recipe) == "fresh, 3 layers, random states, `mrp_residual: false`"
@@ -260,6 +303,7 @@ EXPLAINED_IN_RESULTS = {
     "at least 0.9 confident": "the floor of token acceptance, the threshold of wide-narrow",
     "a confidence of 0.5": "the threshold of remask-C",
     "`dynamic-0.9`": "a mode",
+    "`dynamic-0.9+graph-8`": "a mode",
 }
 FIGURE = re.compile(r"\d+\.\d+|\d+ ?%|\d+x\b|\d+(?:\.\d+)? times")
 

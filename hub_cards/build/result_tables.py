@@ -60,6 +60,49 @@ def decode_table(results: dict[str, Result]) -> str:
     return markdown(header, rows.values())
 
 
+def rules_table(result: Result) -> str:
+    """A line for each rule of `mrp bench rules`; cells have the rule alone, then each kind of speculation under it.
+
+    The accuracy is left out where the task has none.
+    """
+    rules = by_rule(result)
+    static = rules["static"][0]
+    kinds = [row["mode"].partition("+")[2] for row in rules["static"][1:]]
+    columns: dict[str, Callable[[list[dict]], str]] = {
+        _slashes(["rule: alone", *kinds], ""): lambda rows: rows[0]["rule"],
+        "accuracy": lambda rows: f"{rows[0]['accuracy']:.3f}",
+        "backbone forwards": lambda rows: _slashes((row["backbone_forwards"] for row in rows), "d"),
+        "forwards saved over static": lambda rows: _slashes(forwards_saved(static, row) for row in rows),
+        "same answer as the rule alone": lambda rows: f"{same_as_rule(rows):.1%}",
+        "speed, one row at a time": lambda rows: _slashes(row["speed_alone"] for row in rows),
+        f"speed, {result.settings['batch_size']} rows at a time": lambda rows: _slashes(
+            row["speed_in_batch"] for row in rows
+        ),
+    }
+    if static["accuracy"] is None:
+        del columns["accuracy"]
+    return markdown(list(columns), [[show(rows) for show in columns.values()] for rows in rules.values()])
+
+
+def same_as_rule(rows: Iterable[dict]) -> float:
+    """The share of the answers of speculation, among rows of `mrp bench rules`, that are those of the rule alone."""
+    shares = [row["same_as_rule"] for row in rows if row["mode"] != row["rule"]]
+    return sum(shares) / len(shares)
+
+
+def by_rule(result: Result) -> dict[str, list[dict]]:
+    """The rows of `mrp bench rules` by rule: the rule alone, then speculation under it."""
+    rules: dict[str, list[dict]] = {}
+    for row in result.rows:
+        rules.setdefault(row["rule"], []).append(row)
+    return rules
+
+
+def forwards_saved(reference: dict, row: dict) -> float:
+    """How many times fewer forwards of the backbone a row needs than a reference."""
+    return reference["backbone_forwards"] / row["backbone_forwards"]
+
+
 def shapes_table(results: Iterable[Result]) -> str:
     """What a step costs at each shape and batch size, and the speed-up that `mrp bench shapes` predicts."""
     groups: dict[tuple[str, int], list[dict]] = {}
@@ -242,5 +285,5 @@ def span(values: Iterable[float | None], form: str) -> str:
     return " to ".join(dict.fromkeys(texts))
 
 
-def _slashes(values: Iterable[float | None], form: str = ".2f") -> str:
+def _slashes(values: Iterable[float | str | None], form: str = ".2f") -> str:
     return " / ".join("-" if value is None else format(value, form) for value in values)

@@ -23,6 +23,7 @@ from . import result_tables as tables
 ROOT = Path(__file__).parents[2]
 TEMPLATE = Path(__file__).with_name("results_template.md")
 README_MODES = ("static", "graph-8", "auto", "spec-8-token", "direct-2", "dynamic-0.9")
+RULES_SHOWN = "graph-8"  # the speculation whose gain on top of each rule RESULTS.md quotes
 BLOCK = re.compile(r"<!-- results:(\S+) -->\n.*?\n<!-- /results -->", re.DOTALL)
 # What README says below its table; RESULTS.md has the long version.
 README_CLOCK = """\
@@ -68,7 +69,33 @@ def quoted(results: dict[str, Result]) -> dict[str, str]:
         quotes[f"{task}_dynamic_same"] = f"{demo['dynamic-0.9']['identical']:.0%}"
         quotes[f"{task}_direct_1_same"] = f"{demo['direct-1']['identical']:.1%}"
     quotes["batch_size"] = str(results["demo-words"].settings["batch_size"])
-    return quotes | _quoted_costs(results) | _quoted_builds(results)
+    return quotes | _quoted_rules(results) | _quoted_costs(results) | _quoted_builds(results)
+
+
+def _quoted_rules(results: dict[str, Result]) -> dict[str, str]:
+    """What speculation saves on top of each rule."""
+    settings = results["rules-words"].settings
+    quotes = {f"rules_{name}": str(settings[name]) for name in ("samples", "batch_size", "samples_alone")}
+    for task in ("words", "code"):
+        rules = tables.by_rule(results[f"rules-{task}"])
+        static = rules["static"][0]
+        modes = {row["mode"]: row for rows in rules.values() for row in rows}
+        pairs = [(modes[rule], modes[f"{rule}+{RULES_SHOWN}"]) for rule in rules]
+        quotes |= {
+            f"rules_{task}_same": f"{tables.same_as_rule(modes.values()):.1%}",
+            f"rules_{task}_saved": tables.span((tables.forwards_saved(*pair) for pair in pairs), ".2f"),
+        }
+        for rule in rules:
+            name = re.sub(r"\W", "_", rule)
+            quotes[f"rules_{task}_{name}"] = f"{tables.forwards_saved(static, modes[rule]):.2f}"
+        for speed in ("speed_alone", "speed_in_batch"):
+            ratios = (speculative[speed] / alone[speed] for alone, speculative in pairs)
+            quotes[f"rules_{task}_{speed}"] = tables.span(ratios, ".2f")
+    rows = results["rules-words"].rows
+    accurate = [row for row in rows if row["accuracy"] >= rows[0]["accuracy"]]
+    best = min(accurate, key=lambda row: row["backbone_forwards"])
+    saved = tables.forwards_saved(rows[0], best)
+    return quotes | {"rules_words_best": best["mode"], "rules_words_best_saved": f"{saved:.2f}"}
 
 
 def _quoted_costs(results: dict[str, Result]) -> dict[str, str]:
@@ -136,6 +163,9 @@ def results_page(results: dict[str, Result]) -> str:
         "build_sources": tables.sources(some("build-words", "build-code", "build-code-again")),
         "decode": tables.decode_table(by_task("bench-decode")),
         "decode_sources": tables.sources(some("bench-decode-words", "bench-decode-code")),
+        "rules_words": tables.rules_table(results["rules-words"]),
+        "rules_code": tables.rules_table(results["rules-code"]),
+        "rules_sources": tables.sources(some("rules-words", "rules-code")),
         "shapes": tables.shapes_table([results["bench-shapes-1.7b"], results["bench-shapes-4b-8b"]]),
         "shapes_sources": tables.sources(some("bench-shapes-1.7b", "bench-shapes-4b-8b")),
         "loss": tables.loss_table(results["bench-loss"]),

@@ -42,8 +42,9 @@ def decode(
         list[str] | None,
         typer.Option(
             metavar="MODES",
-            help="static, static-N, dynamic-T, wide-narrow-T, spec-K, spec-K-self, spec-K-token, direct-K, remask-C, "
-            "remask-C-T, plain-sdar, plain-sdar-dynamic-0.9 or autoregressive.",
+            help="A rule (static, static-N, dynamic-T, entropy-E, sequential, sequential-N), speculation (spec-K, "
+            "graph-K, auto, each also with -self or -token), both as in dynamic-0.9+graph-8, wide-narrow-T, "
+            "direct-K, remask-C, remask-C-T, plain-sdar, plain-sdar-dynamic-0.9 or autoregressive.",
             show_default="a selection that the model can run",
         ),
     ] = None,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import typer
 
-from . import bench_decode, bench_loss, bench_shapes, bench_train, train
+from . import bench_decode, bench_loss, bench_rules, bench_shapes, bench_train, train
 from .calibrate import calibrate
 from .claims import claims
 from .convert import convert
@@ -81,6 +81,10 @@ bench.command(
     cls=MeasuringCommand,
     epilog=example("mrp bench decode words --modes spec-4 direct-3 plain-sdar --batch-sizes 1 16"),
 )(bench_decode.decode)
+bench.command(
+    cls=MeasuringCommand,
+    epilog=example("mrp bench rules words --rules dynamic-0.9 sequential --speculation graph-8"),
+)(bench_rules.rules)
 bench.command(
     cls=MeasuringCommand,
     epilog=example("mrp bench shapes --shapes 4b --batch-sizes 1 8 --candidates 1 2 4 8 --accepted accepted.json"),

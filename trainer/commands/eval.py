@@ -97,7 +97,8 @@ def evaluate(
             metavar="KINDS",
             help="Kinds of modes: static, control, dynamic, wide-narrow, spec, spec-self, spec-token, graph, "
             "graph-self, graph-token, auto, auto-self, auto-token, direct, remask-leave_one_out, remask-confidence, "
-            "remask-residual.",
+            "remask-residual; or complete names such as entropy-0.1, sequential or dynamic-0.9+graph-8 (speculation "
+            "under a rule).",
             show_default="static,spec,direct,remask-leave_one_out",
         ),
     ] = None,
@@ -250,12 +251,14 @@ def rounding_note(rows: list[dict], options: dict, modes: dict[str, dict], dtype
     """
     import torch
 
-    differing = []
-    for row in rows:
-        given = options | modes.get(row["mode"], {})  # a mode of the full head is not among them
-        lossless = given.get("mrp_mode") == "spec" and given.get("mrp_acceptance") in (None, "exact")
-        if lossless and row["identical"] < 1:
-            differing.append(row["mode"])
+    from ..evaluation.modes import is_lossless
+
+    reference = options | modes.get(rows[0]["mode"], {})
+    differing = [
+        row["mode"]
+        for row in rows
+        if row["identical"] < 1 and is_lossless(options | modes.get(row["mode"], {}), reference)
+    ]  # a mode of the full head is not among the modes
     if not differing or dtype == torch.float32:
         return []
     number = str(dtype).removeprefix("torch.")

@@ -48,6 +48,11 @@ SCHEMAS = {
     "eval": Schema(("mode", "accuracy", "standard_error", "tokens_per_forward", "forwards", "identical")),
     "claims": Schema(("name", "claim", "published", "here", "verdict", "reason")),
     "bench decode": Schema(("mode", "batch_size", "speedups")),
+    # rule: the rule of the mode, whose answers same_as_rule compares with. The speeds are relative to static.
+    "bench rules": Schema(
+        ("mode", "rule", "accuracy", "backbone_forwards", "same_as_rule", "speed_alone", "speed_in_batch"),
+        settings=("samples", "batch_size", "samples_alone"),
+    ),
     # step_seconds: one step of backbone-only decoding; head_step_ratio: a head step over that.
     # accepted: the acceptance rates that the predictions are for.
     "bench shapes": Schema(
