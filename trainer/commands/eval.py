@@ -96,7 +96,7 @@ def evaluate(
         typer.Option(
             metavar="KINDS",
             help="Kinds of modes: static, control, dynamic, wide-narrow, spec, spec-self, spec-token, graph, "
-            "graph-self, graph-token, auto, auto-self, auto-token, direct, remask-leave_one_out, remask-confidence, "
+            "graph-self, graph-token, auto, auto-self, direct, remask-leave_one_out, remask-confidence, "
             "remask-residual; or complete names such as entropy-0.1, sequential or dynamic-0.9+graph-8 (speculation "
             "under a rule).",
             show_default="static,spec,direct,remask-leave_one_out",

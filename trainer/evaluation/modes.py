@@ -9,7 +9,7 @@ from modeling_mrp.options import nearest
 REFERENCE = "static"
 REMASK_CRITERIA = ("leave_one_out", "confidence", "residual")
 KINDS = ("static", "control", "dynamic", "wide-narrow", "spec", "spec-self", "spec-token")
-KINDS += ("graph", "graph-self", "graph-token", "auto", "auto-self", "auto-token", "direct")
+KINDS += ("graph", "graph-self", "graph-token", "auto", "auto-self", "direct")
 KINDS += tuple(f"remask-{criterion}" for criterion in REMASK_CRITERIA)
 DEFAULT_KINDS = ("static", "spec", "direct", "remask-leave_one_out")
 BASELINES = ("control", "dynamic", "wide-narrow", "spec-self")  # what the head has to beat
@@ -33,7 +33,7 @@ SPEC = {
 UNDER = "+"  # in `dynamic-0.9+graph-8`: speculation under a rule
 RULE_OPTIONS = ("remasking_strategy", "denoising_steps", "confidence_threshold", "eb_threshold")
 RULE_FORMS = "static, static-N, dynamic-T, entropy-E, sequential, sequential-N"
-SPEC_FORMS = "spec-K, spec-K-self, spec-K-token, graph-K, graph-K-self, graph-K-token, auto, auto-self, auto-token"
+SPEC_FORMS = "spec-K, spec-K-self, spec-K-token, graph-K, graph-K-self, graph-K-token, auto, auto-self"
 OTHER_FORMS = "wide-narrow-T, direct-K, remask-C or remask-C-T"
 
 
