@@ -6,6 +6,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 
+from .draft_vocabulary import unpack_ids
+
 AUTO_MAP = {
     "AutoConfig": "configuration_mrp.MRPConfig",
     "AutoModel": "modeling_mrp.MRPForDiffusionLM",
@@ -33,6 +35,8 @@ class MRPConfig(Qwen3Config):
         draft_profile: what the plans of `mrp_steps="auto"` gain on decoded samples, measured by `mrp calibrate`: a
             dict with a list of the fields of `Gain` (see draft_plan.py) for "head", "self" or both; None when it was
             not measured.
+        draft_vocabulary: the tokens among which drafts are chosen, as text (see draft_vocabulary.py), written by
+            `mrp calibrate`; None: all tokens.
         kwargs: arguments of `Qwen3Config`.
 
     Raises:
@@ -50,6 +54,7 @@ class MRPConfig(Qwen3Config):
         calibrated_remask_threshold: float | None = None,
         trained_acceptance: dict | None = None,
         draft_profile: dict | None = None,
+        draft_vocabulary: str | None = None,
         **kwargs: Any,
     ) -> None:
         self.block_size = block_size
@@ -59,6 +64,7 @@ class MRPConfig(Qwen3Config):
         self.calibrated_remask_threshold = calibrated_remask_threshold
         self.trained_acceptance = trained_acceptance
         self.draft_profile = draft_profile
+        self.draft_vocabulary = draft_vocabulary
         self._check_own_values()
         rope = kwargs.get("rope_parameters")
         if rope is not None and not isinstance(rope, dict):
@@ -73,6 +79,7 @@ class MRPConfig(Qwen3Config):
         self._check_sizes()
         if mask_token_id is not None and not 0 <= mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id must be below vocab_size {self.vocab_size}, got {mask_token_id}")
+        self._check_draft_vocabulary()
         if set(self.layer_types) != {"full_attention"}:
             raise ValueError(
                 "use_sliding_window (layer_types other than 'full_attention') is not supported: "
@@ -120,6 +127,20 @@ class MRPConfig(Qwen3Config):
             raise ValueError(
                 f"draft_profile must be a dict of lists of dicts with the numbers {', '.join(GAIN_FIELDS)}, the first "
                 f"of each list with 1 candidate, got {self.draft_profile!r}: measure it again with `mrp calibrate`"
+            )
+
+    def _check_draft_vocabulary(self) -> None:
+        if self.draft_vocabulary is None:
+            return
+        try:
+            ids = unpack_ids(self.draft_vocabulary)
+        except ValueError as error:
+            raise ValueError(f"draft_vocabulary: {error}; write it again with `mrp calibrate`") from error
+        wrong = ids[-1] if ids[-1] >= self.vocab_size else self.mask_token_id
+        if wrong in ids:
+            raise ValueError(
+                f"draft_vocabulary holds the token id {wrong}, but ids must be below vocab_size {self.vocab_size} and "
+                f"other than that of the mask token ({self.mask_token_id}): write it again with `mrp calibrate`"
             )
 
     def _check_sizes(self) -> None:

@@ -9,6 +9,7 @@ from .block_state import BlockState, fetch
 from .cached_forwards import CachedForwards, Candidates
 from .draft_graph import CandidateCount, DraftGraph, Nodes, merged
 from .draft_plan import DraftPlan
+from .draft_vocabulary import DraftVocabulary
 from .options import DecodingOptions
 from .reader import Reader, Selection
 from .sampling import TokenChoice
@@ -88,6 +89,7 @@ class Drafter:
         self.rule = options.step_rule
         self.uses_head = options.mrp_draft == "head"
         self.threshold = options.mrp_draft_threshold
+        self.vocabulary = DraftVocabulary.of(reader.model) if options.mrp_draft_vocabulary else None
         # a processor that reads the tokens so far would have to see each candidate's own tokens at the border
         self.crosses_border = not reader.sampler.reads_context
 
@@ -154,7 +156,7 @@ class Drafter:
         if estimate.choice is None or self.reader.sampler.samples:
             positions = state.positions[:, None].expand(-1, sources, -1)
             done = (state.steps + depth - 1)[:, None].expand(-1, sources)
-            estimate.choice = self.reader.read(estimate.selection, positions, done, context)
+            estimate.choice = self.reader.read(estimate.selection, positions, done, context, self.vocabulary)
         return estimate.choice
 
     def _steps(

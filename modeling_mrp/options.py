@@ -35,6 +35,8 @@ class DecodingOptions:
         mrp_acceptance: "exact" accepts a draft where the backbone takes the same step, which changes no token.
             "token" also accepts it where the backbone would choose the same tokens, but would reveal others first.
         mrp_acceptance_floor: confidence, from 0 to 1, that the backbone needs in tokens accepted out of order.
+        mrp_draft_vocabulary: whether drafts are chosen among the tokens of the checkpoint's draft vocabulary, where it
+            has one (see draft_vocabulary.py), instead of among all tokens.
         mrp_draft_threshold: confidence below which a draft ends its chain; None means that no draft does.
         remasking_strategy: the step rule, one of `STRATEGIES`; remask requires the dynamic one.
         denoising_steps: the static and the sequential rule reveal ceil(block_size / denoising_steps) tokens per step.
@@ -55,6 +57,7 @@ class DecodingOptions:
     mrp_drafts_per_head_step: int = 1
     mrp_acceptance: str = "exact"
     mrp_acceptance_floor: float = 0.9
+    mrp_draft_vocabulary: bool = True
     mrp_draft_threshold: float | None = None
     remasking_strategy: str | None = None
     denoising_steps: int | None = None
@@ -101,6 +104,8 @@ class DecodingOptions:
         one_of("mrp_acceptance", self.mrp_acceptance, ACCEPTANCES)
         one_of("remasking_strategy", self.remasking_strategy, STRATEGIES)
         one_of("remask_criterion", self.remask_criterion, CRITERIA)
+        if not isinstance(self.mrp_draft_vocabulary, bool):
+            raise ValueError(f"mrp_draft_vocabulary must be True or False, got {self.mrp_draft_vocabulary!r}")
         for name in ("block_size", "mrp_drafts_per_head_step", "denoising_steps"):
             _whole(name, getattr(self, name))
         if self.mrp_candidates is not None:

@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCrite
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from modeling_mrp import MRPConfig, MRPForDiffusionLM
+from modeling_mrp.draft_vocabulary import pack_ids
 
 PAD = 0
 LETTERS = string.ascii_lowercase[:23]  # token i is the i-th letter in stop strings
@@ -20,7 +21,10 @@ LETTERS = string.ascii_lowercase[:23]  # token i is the i-th letter in stop stri
 
 @dataclass(frozen=True)
 class TinyModel:
-    """The size of a random model; `head_scale` is the spread of what its head adds (0: nothing)."""
+    """The size of a random model; `head_scale` is the spread of what its head adds (0: nothing).
+
+    `drafted` holds the tokens among which drafts are chosen; none means all.
+    """
 
     block_size: int = 4
     layers: int = 1
@@ -33,6 +37,7 @@ class TinyModel:
     residual: bool = True
     spread: float = 0.5
     head_scale: float = 0.1
+    drafted: frozenset[int] = frozenset()
     seed: int = 0
 
     def build(self) -> MRPForDiffusionLM:
@@ -43,6 +48,7 @@ class TinyModel:
             max_position_embeddings=256, block_size=self.block_size, mask_token_id=self.mask_token_id,
             pad_token_id=PAD, eos_token_id=None, bos_token_id=None, num_mrp_layers=self.head_layers,
             mrp_residual=self.residual, initializer_range=self.spread, tie_word_embeddings=self.tied,
+            draft_vocabulary=pack_ids(self.drafted) if self.drafted else None,
         )  # fmt: skip
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
@@ -176,6 +182,8 @@ def letter_tokenizer(size: int) -> PreTrainedTokenizerFast:
 def tiny_models(draw) -> TinyModel:
     heads = draw(st.sampled_from([1, 2]))
     vocab_size = draw(st.integers(5, len(LETTERS)))
+    mask_token_id = draw(st.integers(1, vocab_size - 1))
+    others = st.sampled_from([token for token in range(vocab_size) if token != mask_token_id])
     return TinyModel(
         block_size=draw(st.sampled_from([4, 3, 5, 2, 1, 8])),
         layers=draw(st.integers(1, 2)),
@@ -183,11 +191,12 @@ def tiny_models(draw) -> TinyModel:
         heads=heads,
         kv_heads=draw(st.integers(1, heads)),
         vocab_size=vocab_size,
-        mask_token_id=draw(st.integers(1, vocab_size - 1)),
+        mask_token_id=mask_token_id,
         tied=draw(st.booleans()),
         residual=draw(st.booleans()),
         spread=draw(st.sampled_from([0.5, 0.2, 1.0])),
         head_scale=draw(st.sampled_from([0.1, 0.0, 0.02, 0.5])),
+        drafted=draw(st.one_of(st.just(frozenset()), st.frozensets(others, min_size=1, max_size=6))),
         seed=draw(st.integers(0, 10**6)),
     )
 

@@ -54,6 +54,7 @@ from .context_cache import CleanContext, ContextRecorder
 from .decoding import Decoder  # noqa: F401
 from .draft_graph import DraftGraph  # noqa: F401
 from .draft_plan import DraftPlan  # noqa: F401
+from .draft_vocabulary import DraftVocabulary  # noqa: F401
 from .drafting import Drafter  # noqa: F401
 from .generation_mrp import MRPGenerationMixin
 from .inputs import check_forward_inputs, check_unsupported, check_vocabulary

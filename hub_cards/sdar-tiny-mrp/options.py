@@ -25,7 +25,8 @@ class DecodingOptions:
         mrp_mode: None (backbone only), "direct", "spec" or "remask".
         mrp_steps: look-ahead K, at least 1. spec: drafts per round, the first of which is the backbone's own certain
             step. direct: head steps after each backbone step. "auto": spec chooses in every round how many candidates
-            and head steps pay (at most 16 candidates, or `mrp_candidates`); in the other modes 3.
+            and head steps pay (at most 16 candidates, or `mrp_candidates`). It stands for 3 where the text depends on
+            the drafts, lest it depend on the clock: in the other modes, and with `mrp_acceptance="token"`.
         mrp_candidates: the most states C per row that one verification of spec reads, at least 1. The drafts form a
             graph (see draft_graph.py) of at most K depths, by default C. None: they form a chain of K states.
         mrp_draft: what spec drafts from: "head" (logits that the head estimates), or "self" (the backbone's logits of
@@ -34,6 +35,8 @@ class DecodingOptions:
         mrp_acceptance: "exact" accepts a draft where the backbone takes the same step, which changes no token.
             "token" also accepts it where the backbone would choose the same tokens, but would reveal others first.
         mrp_acceptance_floor: confidence, from 0 to 1, that the backbone needs in tokens accepted out of order.
+        mrp_draft_vocabulary: whether drafts are chosen among the tokens of the checkpoint's draft vocabulary, where it
+            has one (see draft_vocabulary.py), instead of among all tokens.
         mrp_draft_threshold: confidence below which a draft ends its chain; None means that no draft does.
         remasking_strategy: the step rule, one of `STRATEGIES`; remask requires the dynamic one.
         denoising_steps: the static and the sequential rule reveal ceil(block_size / denoising_steps) tokens per step.
@@ -54,6 +57,7 @@ class DecodingOptions:
     mrp_drafts_per_head_step: int = 1
     mrp_acceptance: str = "exact"
     mrp_acceptance_floor: float = 0.9
+    mrp_draft_vocabulary: bool = True
     mrp_draft_threshold: float | None = None
     remasking_strategy: str | None = None
     denoising_steps: int | None = None
@@ -100,6 +104,8 @@ class DecodingOptions:
         one_of("mrp_acceptance", self.mrp_acceptance, ACCEPTANCES)
         one_of("remasking_strategy", self.remasking_strategy, STRATEGIES)
         one_of("remask_criterion", self.remask_criterion, CRITERIA)
+        if not isinstance(self.mrp_draft_vocabulary, bool):
+            raise ValueError(f"mrp_draft_vocabulary must be True or False, got {self.mrp_draft_vocabulary!r}")
         for name in ("block_size", "mrp_drafts_per_head_step", "denoising_steps"):
             _whole(name, getattr(self, name))
         if self.mrp_candidates is not None:
@@ -141,7 +147,7 @@ class DecodingOptions:
     @property
     def adaptive(self) -> bool:
         """Whether spec chooses in every round how far it drafts (see draft_plan.py)."""
-        return self.mrp_mode == "spec" and self.mrp_steps == "auto"
+        return self.mrp_mode == "spec" and self.mrp_steps == "auto" and self.mrp_acceptance == "exact"
 
     @property
     def candidates(self) -> int:
@@ -160,7 +166,7 @@ class DecodingOptions:
         """The number K that `mrp_steps` stands for."""
         if self.mrp_steps != "auto":
             return self.mrp_steps
-        return MOST_CANDIDATES if self.mrp_mode == "spec" else DEFAULT_STEPS
+        return MOST_CANDIDATES if self.adaptive else DEFAULT_STEPS
 
     @property
     def keep_threshold(self) -> float:

@@ -10,28 +10,16 @@ The logits of one chunk of positions exist at a time, so no tensor [R, C, B, V] 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
+from .draft_vocabulary import DraftVocabulary
 from .sampling import Sampler, TokenChoice
 
 # logits that have to be saved for a selection to pay: it takes about eight small operations. Measured on a CPU, where
 # from 4,000 (70 x 128) to 8,000 (1,024 x 160) numbers were worth them; on a GPU, estimated from 8 launches
 WORTH_SELECTING = {"cpu": 2**13, "cuda": 2**23}
 CHUNK_NUMBERS = 2**25  # logits that are computed at a time: 128 MiB in float32
-
-
-class Vocabulary(NamedTuple):
-    """Some of the tokens, among which a choice is made.
-
-    Attributes:
-        ids: their ids, [n].
-        weight: their rows of `lm_head`'s weight, [n, H].
-    """
-
-    ids: torch.Tensor
-    weight: torch.Tensor
 
 
 @dataclass
@@ -96,7 +84,7 @@ class Reader:
         positions: torch.Tensor,
         steps: torch.Tensor,
         context: torch.Tensor | None,
-        vocabulary: Vocabulary | None = None,
+        vocabulary: DraftVocabulary | None = None,
     ) -> TokenChoice:
         """Choose a token at every selected position.
 
@@ -132,7 +120,7 @@ class Reader:
         ]
         return selection.spread(torch.cat(found))
 
-    def _logits(self, selection: Selection, vocabulary: Vocabulary | None = None):
+    def _logits(self, selection: Selection, vocabulary: DraftVocabulary | None = None):
         """Yield the parts of a selection, as slices, with their logits [c, V]."""
         count = len(selection.hidden)
         numbers = self.model.config.vocab_size if vocabulary is None else len(vocabulary.ids)
@@ -146,7 +134,7 @@ class Reader:
             part = slice(start, start + size)
             yield part, self._project(selection.hidden[part], vocabulary)
 
-    def _project(self, hidden, vocabulary: Vocabulary | None):
+    def _project(self, hidden, vocabulary: DraftVocabulary | None):
         if vocabulary is None:
             return self.model.logits(hidden)
         return torch.nn.functional.linear(hidden.to(vocabulary.weight.dtype), vocabulary.weight)

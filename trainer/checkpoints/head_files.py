@@ -22,8 +22,9 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
 WEIGHTS_CHECKSUM = "weights_sha256"  # entry of HEAD_CONFIG
-# Values of the model's config that are saved with a head. A head and the model it is loaded into must agree on them.
+# Values of the model's config that are saved with a head. A head and the model it is loaded into must agree on these:
 SHARED_CONFIG = ("num_mrp_layers", "mrp_residual", "block_size", "mask_token_id")
+CARRIED_CONFIG = ("trained_acceptance", "draft_vocabulary")  # and these the model takes from the head
 
 
 def backbone_identity(model: MRPForDiffusionLM | PeftModel) -> dict[str, str | None]:
@@ -72,7 +73,7 @@ def save_head(
         raise ValueError("the model has no head to save (num_mrp_layers is 0)")
     folder = Path(folder)
     config = backbone_identity(model) if identity is None else dict(identity)
-    config |= {name: getattr(model.config, name) for name in (*SHARED_CONFIG, "trained_acceptance")}
+    config |= {name: getattr(model.config, name) for name in (*SHARED_CONFIG, *CARRIED_CONFIG)}
     state = {name: tensor for name, tensor in model.state_dict().items() if "mrp_head." in name}
     state = whole_state(state, keep=write)  # on every rank, whether it writes or not
     if not write:
@@ -127,6 +128,8 @@ def load_head(
         model.mrp_head.load_state_dict(_read_tensors(folder / HEAD_WEIGHTS, model.mrp_head.state_dict(), config))
     bare = without_peft(model)
     bare.config.trained_acceptance, bare.config.base_hash = config.get("trained_acceptance"), config["base_hash"]
+    if config.get("draft_vocabulary") is not None:
+        bare.config.draft_vocabulary = config["draft_vocabulary"]
     return model
 
 
