@@ -16,7 +16,7 @@ AUTO_MAP = {
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
-GAIN_FIELDS = ("candidates", "drafts_per_head_step", "steps", "tokens", "depths", "head_steps")
+GAIN_FIELDS = ("candidates", "drafts_per_head_step", "steps", "tokens", "depths", "head_steps", "chain")
 
 
 class MRPConfig(Qwen3Config):

@@ -7,6 +7,8 @@ plan costs on this device, for this number of rows, is measured during decoding 
 
     seconds of a round  =  a + b * tokens of the backbone's forward  +  c * depths drafted  +  d * head steps
 
+where a depth of a chain counts as a part of a depth of a graph.
+
 The clock is read where the host waits for the device anyway (see decoding.py), so the measurements add no wait. Plans
 differ in cost, never in the tokens that are returned: verification does not depend on them.
 """
@@ -27,6 +29,7 @@ RETAINED = 0.95  # weight of all earlier rounds beside a new one: the last 20 ro
 ASSUMED_FIXED_TOKENS = {"cpu": 64.0, "cuda": 256.0}
 ASSUMED_HEAD_STEP = 0.1  # time of a head step beside that of a forward, until one has been measured
 ASSUMED_DEPTH = 0.3  # time of a depth beside that of a head step, until both have been measured apart
+CHAIN_DEPTH = 0.6  # time of a depth of a chain, which has no alternatives to merge, beside one of a graph
 TRUST_IN_PROFILE = 20.0  # steps of this call that count as much as the profile
 REVIEWED_EVERY = 4  # rounds, after the first few: comparing the plans takes time too
 HYSTERESIS = 1.03  # another plan has to promise this much more: expectations are noisy
@@ -75,6 +78,7 @@ class Gain:
         tokens: tokens in the backbone's forward, clean blocks included, over the block size.
         depths: depths drafted.
         head_steps: head steps.
+        chain: whether the drafts form a chain instead of a graph.
     """
 
     candidates: int
@@ -83,46 +87,57 @@ class Gain:
     tokens: float
     depths: float
     head_steps: float
+    chain: bool = False
 
     def plan(self, block_size: int) -> DraftPlan:
         """Return the plan."""
         if self.candidates == 1:
             return DraftPlan(1, 1)
+        if self.chain:
+            return DraftPlan(self.candidates, self.candidates, drafts_per_head_step=self.drafts_per_head_step)
         return DraftPlan.graph(self.candidates, self.candidates, block_size, self.drafts_per_head_step)
 
 
 # the embedded checkpoints' profiles on average, for checkpoints that have not been calibrated
 DEFAULT_PROFILES = {
     "head": (
-        Gain(1, 1, 1.0, 1.13, 0.0, 0.0),
-        Gain(2, 1, 1.5, 1.85, 0.8, 0.8),
-        Gain(3, 1, 1.93, 2.77, 1.54, 1.54),
-        Gain(3, 2, 1.87, 2.75, 1.53, 0.81),
-        Gain(4, 1, 2.19, 3.48, 2.1, 2.1),
-        Gain(4, 2, 2.14, 3.5, 2.13, 1.39),
-        Gain(4, 3, 2.16, 3.52, 2.14, 0.84),
-        Gain(6, 1, 2.68, 4.95, 3.05, 3.05),
-        Gain(6, 2, 2.6, 5.03, 3.07, 1.79),
-        Gain(6, 5, 2.53, 5.03, 2.95, 0.87),
-        Gain(8, 1, 2.92, 6.19, 3.55, 3.55),
-        Gain(8, 2, 2.82, 6.29, 3.44, 1.94),
-        Gain(8, 7, 2.71, 6.31, 3.24, 0.88),
-        Gain(12, 1, 3.3, 8.74, 4.06, 4.06),
-        Gain(12, 2, 3.1, 8.77, 3.95, 2.26),
-        Gain(12, 11, 2.91, 8.62, 3.67, 0.87),
-        Gain(16, 1, 3.53, 11.35, 4.3, 4.3),
-        Gain(16, 2, 3.3, 11.2, 4.15, 2.39),
-        Gain(16, 15, 3.07, 10.99, 3.95, 0.87),
+        Gain(1, 1, 1.0, 1.13, 0.0, 0.0, chain=True),
+        Gain(2, 1, 1.48, 1.84, 0.81, 0.81, chain=True),
+        Gain(3, 1, 1.88, 2.67, 1.55, 1.55, chain=True),
+        Gain(3, 2, 1.85, 2.66, 1.56, 0.84, chain=True),
+        Gain(4, 1, 2.07, 3.27, 2.17, 2.17, chain=True),
+        Gain(4, 2, 2.03, 3.29, 2.2, 1.47, chain=True),
+        Gain(4, 3, 2.03, 3.32, 2.21, 0.85, chain=True),
+        Gain(5, 1, 2.33, 4.06, 2.83, 2.83, chain=True),
+        Gain(5, 2, 2.22, 4.08, 2.83, 1.54, chain=True),
+        Gain(5, 4, 2.18, 4.06, 2.84, 0.89, chain=True),
+        Gain(4, 1, 2.16, 3.47, 2.1, 2.1),
+        Gain(4, 2, 2.12, 3.49, 2.12, 1.39),
+        Gain(4, 3, 2.13, 3.5, 2.13, 0.84),
+        Gain(6, 1, 2.68, 5.01, 3.1, 3.1),
+        Gain(6, 2, 2.58, 5.08, 3.1, 1.81),
+        Gain(6, 5, 2.52, 5.07, 2.98, 0.88),
+        Gain(8, 1, 2.89, 6.23, 3.57, 3.57),
+        Gain(8, 2, 2.79, 6.36, 3.46, 1.96),
+        Gain(8, 7, 2.7, 6.38, 3.26, 0.89),
+        Gain(12, 1, 3.25, 8.77, 4.08, 4.08),
+        Gain(12, 2, 3.04, 8.75, 3.94, 2.26),
+        Gain(12, 11, 2.88, 8.7, 3.71, 0.88),
+        Gain(16, 1, 3.44, 11.26, 4.29, 4.29),
+        Gain(16, 2, 3.23, 11.28, 4.18, 2.4),
+        Gain(16, 15, 3.02, 11.05, 3.98, 0.88),
     ),
     "self": (
-        Gain(1, 1, 1.0, 1.13, 0.0, 0.0),
-        Gain(2, 1, 1.42, 1.89, 0.82, 0.0),
-        Gain(3, 2, 1.71, 2.8, 1.58, 0.0),
+        Gain(1, 1, 1.0, 1.13, 0.0, 0.0, chain=True),
+        Gain(2, 1, 1.42, 1.88, 0.82, 0.0, chain=True),
+        Gain(3, 2, 1.68, 2.68, 1.58, 0.0, chain=True),
+        Gain(4, 3, 1.85, 3.41, 2.31, 0.0, chain=True),
+        Gain(5, 4, 1.95, 4.11, 2.92, 0.0, chain=True),
         Gain(4, 3, 1.94, 3.54, 2.09, 0.0),
-        Gain(6, 5, 2.23, 5.05, 2.79, 0.0),
-        Gain(8, 7, 2.44, 6.42, 3.1, 0.0),
-        Gain(12, 11, 2.54, 8.57, 3.54, 0.0),
-        Gain(16, 15, 2.73, 10.95, 3.89, 0.0),
+        Gain(6, 5, 2.23, 5.06, 2.8, 0.0),
+        Gain(8, 7, 2.43, 6.42, 3.09, 0.0),
+        Gain(12, 11, 2.54, 8.59, 3.54, 0.0),
+        Gain(16, 15, 2.73, 10.96, 3.9, 0.0),
     ),
 }
 
@@ -194,7 +209,7 @@ class Costs:
         """Add a round of a plan, whose forward and verification took the given seconds."""
         self.forward.add(1.0, cost.tokens, forward)
         if cost.depths:
-            self.drafting.add(cost.depths, cost.head_steps * cost.rows, cost.drafting)
+            self.drafting.add(cost.depths * _weight(gain), cost.head_steps * cost.rows, cost.drafting)
         old = self._extent(gain, cost.rows, block_size)
         new = (cost.tokens / cost.rows, cost.depths, cost.head_steps)
         mean = tuple(RETAINED * a + (1 - RETAINED) * b for a, b in zip(old, new, strict=True))
@@ -214,13 +229,18 @@ class Costs:
         head_step = ASSUMED_HEAD_STEP * (per_forward + per_token * plain.tokens * block_size * rows)
         measured = self.drafting.coefficients(ASSUMED_DEPTH * rows)
         per_depth, per_head_step = measured or (ASSUMED_DEPTH * head_step, head_step / rows)
-        drafting = per_depth * depths + per_head_step * head_steps * rows
+        drafting = per_depth * depths * _weight(gain) + per_head_step * head_steps * rows
         return per_forward + per_token * tokens * rows + drafting
 
     def _extent(self, gain: Gain, rows: int, block_size: int) -> tuple[float, float, float]:
         """Return the tokens per row, depths and head steps of a round: as observed, starting from the profile."""
         of_profile = gain.tokens * block_size, gain.depths, gain.head_steps
         return self._extents.get((gain, rows.bit_length()), of_profile)
+
+
+def _weight(gain: Gain) -> float:
+    """Return the cost of a depth of the gain's plan beside that of a depth of a graph."""
+    return CHAIN_DEPTH if gain.chain else 1.0
 
 
 _remembered: WeakKeyDictionary[torch.nn.Module, dict[tuple, Costs]] = WeakKeyDictionary()

@@ -91,7 +91,7 @@ def calibrate(
     elif draft_vocabulary == 0:
         loaded.config.draft_vocabulary = None
     if not as_json:
-        print(f"{'candidates':>10} {'depths per head step':>21} {'steps per forward':>18} {'head steps':>11}")
+        print(f"{'candidates':>16} {'depths per head step':>21} {'steps per forward':>18} {'head steps':>11}")
     gains = measure_profile(loaded, prompts, draft, max_new_tokens, **{} if as_json else {"on_gain": _print})
     profile = [asdict(gain) for gain in gains]
     found = {"draft_profile": (loaded.config.draft_profile or {}) | {draft: profile}}
@@ -103,5 +103,6 @@ def calibrate(
 
 
 def _print(gain) -> None:
-    figures = f"{gain.candidates:10} {gain.drafts_per_head_step:21} {gain.steps:18.2f} {gain.head_steps:11.2f}"
+    plan = f"{'chain' if gain.chain else 'graph':>5} {gain.candidates:10} {gain.drafts_per_head_step:21}"
+    figures = f"{plan} {gain.steps:18.2f} {gain.head_steps:11.2f}"
     print(figures, flush=True)

@@ -8,16 +8,22 @@ from modeling_mrp.draft_plan import Gain, observe_rounds
 from .decoding import Totals, decode_prompts
 from .modes import BACKBONE_ONLY
 
-CANDIDATES = (2, 3, 4, 6, 8, 12, 16)
+CHAINS = (2, 3, 4, 5)  # a chain costs less than a graph of as many candidates, and with few of them it gains as much
+GRAPHS = (4, 6, 8, 12, 16)
 
 
-def plans(draft: str) -> list[tuple[int, int]]:
-    """Return the plans to measure, as numbers of candidates and of depths per head step; the first does not draft."""
-    if draft == "self":
-        return [(1, 1)] + [(candidates, candidates - 1) for candidates in CANDIDATES]
-    # with C candidates, a head step per C - 1 depths is one per round
-    shared = {candidates: sorted({1, min(2, candidates - 1), candidates - 1}) for candidates in CANDIDATES}
-    return [(1, 1)] + [(candidates, each) for candidates, choices in shared.items() for each in choices]
+def plans(draft: str) -> list[tuple[int, int, bool]]:
+    """Return the plans to measure: numbers of candidates and of depths per head step, and whether it is a chain.
+
+    The first does not draft.
+    """
+    found = [(1, 1, True)]
+    for sizes, chain in ((CHAINS, True), (GRAPHS, False)):
+        for size in sizes:
+            # with C candidates, a head step per C - 1 depths is one per round
+            shared = {size - 1} if draft == "self" else {1, min(2, size - 1), size - 1}
+            found += [(size, each, chain) for each in sorted(shared)]
+    return found
 
 
 def measure_profile(
@@ -42,8 +48,8 @@ def measure_profile(
 
     steps = decode(BACKBONE_ONLY).forwards  # without drafts, a forward is a step
     gains = []
-    for candidates, drafts_per_head_step in plans(draft):
-        options = {"mrp_mode": "spec", "mrp_candidates": candidates, "mrp_draft": draft}
+    for candidates, drafts_per_head_step, chain in plans(draft):
+        options = {"mrp_mode": "spec", "mrp_draft": draft, "mrp_steps" if chain else "mrp_candidates": candidates}
         with observe_rounds(model) as rounds:
             totals = decode(options | {"mrp_drafts_per_head_step": drafts_per_head_step})
         count = len(rounds)
@@ -54,6 +60,7 @@ def measure_profile(
             tokens=round(sum(cost.tokens for cost in rounds) / count / model.config.block_size, 3),
             depths=round(sum(cost.depths for cost in rounds) / count, 3),
             head_steps=round(sum(cost.head_steps for cost in rounds) / count, 3),
+            chain=chain,
         )
         on_gain(gain)
         gains.append(gain)
