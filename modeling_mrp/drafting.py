@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from .block_state import BlockState, fetch
-from .cached_forwards import CachedForwards, Candidates
+from .cached_forwards import CachedForwards, Candidates, take_groups
 from .draft_graph import CandidateCount, DraftGraph, Nodes, merged
 from .draft_plan import DraftPlan
 from .draft_vocabulary import DraftVocabulary
@@ -117,7 +117,7 @@ class Drafter:
                 if not drafting:
                     break
             if self.uses_head and (depth - 1) % plan.drafts_per_head_step == 0:
-                before = take_states(estimate.hidden, level.source)
+                before = take_groups(estimate.hidden, level.source)
                 estimate = Estimate(self.forwards.head(state, level.blocks, before, level.weight > 0, drafting))
                 number = torch.arange(level.weight.shape[1], device=level.source.device)
                 level = level._replace(source=number.expand_as(level.source))
@@ -169,7 +169,7 @@ class Drafter:
         is_new = estimate.selection is None  # then source n of the estimate is node n of the level
         choice = self._read(state, level, estimate, total_masked, depth, context)
         token, confidence, entropy, score = (
-            field if is_new or field is None else take_states(field, level.source)
+            field if is_new or field is None else take_groups(field, level.source)
             for field in (choice.token, choice.confidence, choice.entropy, choice.score)
         )  # [R, N, B] each
         masked = level.blocks == state.mask_token_id
@@ -205,10 +205,3 @@ class Estimate:
     hidden: torch.Tensor
     selection: Selection | None = None
     choice: TokenChoice | None = None
-
-
-def take_states(field: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the states [R, n, ...] of a field [R, S, ...] at the given indices [R, n]."""
-    if field.shape[1] == index.shape[1] == 1:
-        return field
-    return field.gather(1, index.view(*index.shape, *[1] * (field.dim() - 2)).expand(-1, -1, *field.shape[2:]))

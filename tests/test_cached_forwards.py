@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modeling_mrp.block_state import BlockState
-from modeling_mrp.cached_forwards import Candidates
+from modeling_mrp.cached_forwards import HEAD, Candidates
 from modeling_mrp.decoding import Decoder
 from modeling_mrp.options import DecodingOptions
 from modeling_mrp.sampling import Sampler
@@ -102,3 +102,35 @@ def test_a_row_that_stopped_does_not_disturb_the_others(tiny_model, rows):
             whole = torch.tensor([rows[index] + blocks[index, 1].tolist()])
             torch.testing.assert_close(hidden[index, 1], model(whole).last_hidden_state[0, -4:], **CLOSE)
     assert decoder.state.forwards[:, 0].tolist() == [2, 1, 2, 2]
+
+
+def test_the_head_reads_the_blocks_that_it_has_skipped_and_only_in_rows_that_draft(tiny_model, rows):
+    """Rows go on by different numbers of blocks while the head does not run, up to the end of the cache."""
+    model = tiny_model(num_mrp_layers=2)
+    decoder, rows = decoder_at(model, rows), [list(row) for row in rows]
+    state, live = decoder.state, torch.ones(4, 1, dtype=torch.bool)
+    with torch.no_grad():
+        for number, moving in enumerate(([True, False, True, False], [True, True, False, False])):
+            run_backbone(decoder, random_blocks(model, (4, 1, 4), number), live)
+            block = torch.randint(4, 61, (4, 4), generator=torch.Generator().manual_seed(number))
+            state.write(block, torch.tensor(moving), torch.zeros_like(block))
+            state.advance()
+            state.synchronise()
+            for index, moves in enumerate(moving):
+                rows[index] += block[index].tolist() if moves else []
+        blocks = random_blocks(model, (4, 1, 4), 7)
+        hidden = run_backbone(decoder, blocks, live)
+        assert state.unread.tolist() == [4, 2, 1, 3] and (state.max_unread, state.unread_blocks) == (4, 10)
+        for drafting in ([True, False, True, True], [True, True, False, True]):
+            states = random_blocks(model, (4, 2, 4), 8)
+            drafts = torch.tensor(drafting)[:, None].expand(-1, 2)
+            corrected = decoder.forwards.head(state, states, hidden.expand(-1, 2, -1, -1), drafts)
+            state.synchronise()
+            for index in torch.tensor(drafting).nonzero()[:, 0].tolist():
+                before = torch.tensor([rows[index] + blocks[index, 0].tolist()])
+                for number in range(2):
+                    after = torch.tensor([[rows[index] + states[index, number].tolist()]])
+                    expected = model(before, revealed_ids=after).corrected_hidden_states[0, 0, -4:]
+                    torch.testing.assert_close(corrected[index, number], expected, **CLOSE)
+    assert state.unread.tolist() == [0, 0, 0, 0]
+    assert state.forwards[:, HEAD].tolist() == [2, 1, 1, 2]

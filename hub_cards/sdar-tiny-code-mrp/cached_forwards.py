@@ -128,6 +128,8 @@ class Arrangement:
 
 def take_groups(field: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return the groups [R, n, ...] of a field [R, G, ...] with the given indices [R, n]."""
+    if field.shape[1] == index.shape[1] == 1:
+        return field
     return field.gather(1, index.view(*index.shape, *[1] * (field.dim() - 2)).expand(-1, -1, *field.shape[2:]))
 
 

@@ -51,7 +51,8 @@ class Packing(NamedTuple):
 
         Args:
             real: which tokens are real, boolean [R, Q].
-            count: how many of them are. The host has to know, since counting would make it wait for the device.
+            count: how many of them are, or a bound on that: padding fills the packed tokens then. The host has to know
+                it, since counting would make it wait for the device.
             cache: the cache, in which slots have been assigned to all R * Q tokens.
         """
         index = real.flatten().argsort(descending=True, stable=True)[:count]
