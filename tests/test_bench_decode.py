@@ -94,7 +94,8 @@ def test_rows_are_consistent(tiny_model):
         assert min(row.split.values()) >= 0
         assert list(row.speedups) == list(bench.REFERENCES)
         headless = mode in (bench.AUTOREGRESSIVE, "spec-4-self")
-        assert (row.head_forwards > 0) == (mode.startswith((*HEADED, "auto")) and not headless)
+        if mode != "auto":  # which may find that no draft pays, and then the head does not run
+            assert (row.head_forwards > 0) == (mode.startswith(HEADED) and not headless)
     for size in (1, 4):
         static = rows["static", size]
         for reference in bench.REFERENCES:
