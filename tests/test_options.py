@@ -29,6 +29,7 @@ def test_the_documented_defaults():
         "mrp_drafts_per_head_step": 1,
         "mrp_acceptance": "exact",
         "mrp_acceptance_floor": 0.9,
+        "mrp_draft_vocabulary": True,
         "mrp_draft_threshold": None,
         "remasking_strategy": "low_confidence_static",
         "denoising_steps": 8,
