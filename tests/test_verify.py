@@ -74,14 +74,21 @@ def test_margins_of_a_half_precision_difference_are_judged_by_its_rounding(tiny_
     assert all(passed(check, strict=False) for check in checks if "mask" not in check.name)
 
 
-@pytest.mark.parametrize("seed", [1, 5])
-def test_a_text_that_ends_inside_a_block_differs_by_rounding_only(tiny_model, word_tokenizer, inputs, seed):
+@pytest.mark.parametrize("seed", [2, 9])
+def test_a_text_that_ends_inside_a_block_differs_by_rounding_only(
+    tiny_model, word_tokenizer, inputs, monkeypatch, seed
+):
     """What is revealed after the end of the text is not recorded.
 
     A step at which the decoder revealed such a position and the replay would have revealed another, or the other way
-    round, used to be impossible by any rounding: its excess was infinite, and verify failed.
+    round, used to be impossible by any rounding: its excess was infinite, and verify failed. Here the logits of more
+    than one state differ from those of one by a rounding error of bfloat16.
     """
     model = tiny_model(seed=seed, block_size=8, vocab_size=20).to(torch.bfloat16)
+    logits, error = model.logits, 2**-8 * (torch.arange(20) % 2 * 2 - 1)
+    monkeypatch.setattr(
+        model, "logits", lambda hidden: (logits(hidden).float() * (1 + error * (len(hidden) > 8))).bfloat16()
+    )
     checks = verify(model, word_tokenizer, inputs, max_new_tokens=13, mrp_steps=3)
     assert any(check.difference is not None for check in checks)
     assert all(passed(check, strict=False) for check in checks)
@@ -99,11 +106,11 @@ def test_a_depth_without_drafts_is_not_shown(tiny_model, word_tokenizer, inputs)
 
 
 def test_a_row_that_depends_on_its_neighbours_is_located(tiny_model, word_tokenizer, inputs, monkeypatch):
-    """A model that adds to the logits of batches: rows alone say something else, far beyond rounding."""
+    """A model that adds to the logits of more than one block: rows alone say something else, far beyond rounding."""
     model = tiny_model(block_size=8, vocab_size=20)
     logits = model.logits
     bias = torch.arange(20.0)
-    monkeypatch.setattr(model, "logits", lambda hidden: logits(hidden) + bias * (len(hidden) > 1))
+    monkeypatch.setattr(model, "logits", lambda hidden: logits(hidden) + bias * (len(hidden) > 8))
     checks = verify(model, word_tokenizer, inputs, max_new_tokens=8, mrp_steps=3)
     check = next(check for check in checks if check.name == "a batch equals its rows, backbone-only")
     assert check.same < 2 and not passed(check, strict=False)
