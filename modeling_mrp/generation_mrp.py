@@ -243,6 +243,7 @@ class MRPGenerationMixin(GenerationMixin):
             stopping_criteria,
             streamer,
             sampler.with_scores,
+            eos,
         )
         with torch.no_grad(), _in_eval_mode(self):
             Decoder(self, state, options, sampler, pad).run(emitter)

@@ -120,6 +120,12 @@ class Reader:
         ]
         return selection.spread(torch.cat(found))
 
+    def logit_of(self, selection: Selection, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of given tokens [R, ..., B] at the selected positions, and 0 elsewhere, [R, ..., B]."""
+        tokens = selection.of(tokens)
+        found = [logits.float().gather(1, tokens[part, None])[:, 0] for part, logits in self._logits(selection)]
+        return selection.spread(torch.cat(found))
+
     def _logits(self, selection: Selection, vocabulary: DraftVocabulary | None = None):
         """Yield the parts of a selection, as slices, with their logits [c, V]."""
         count = len(selection.hidden)

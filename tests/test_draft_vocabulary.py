@@ -22,14 +22,15 @@ PROMPT = torch.tensor([[5, 9, 4, 8]])
 
 @given(st.sets(st.integers(0, 5000), min_size=1, max_size=300))
 def test_ids_survive_as_text(ids):
-    assert unpack_ids(pack_ids(ids)) == sorted(ids)
+    assert unpack_ids(pack_ids(ids)) == tuple(sorted(ids))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("no base64!", "not the text of a draft vocabulary"),
-        (7, "not the text of a draft vocabulary"),
+        (7, "must be text"),
+        ([4, 5], "must be text"),
         (pack_ids(()), "holds no token"),
         (pack_ids((4, 20)), "holds the token id 20, but ids must be below vocab_size 20"),
         (pack_ids((MASK, 4)), "holds the token id 3, but"),

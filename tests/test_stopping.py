@@ -6,7 +6,7 @@ import pytest
 import torch
 from generation_calls import PROMPT, Recorder, drafting_model, every_mode, generate, left_padded_prompts
 from law_settings import letter_tokenizer
-from transformers import MaxTimeCriteria, StoppingCriteria
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
 
 
 @pytest.fixture
@@ -164,6 +164,15 @@ def test_any_of_several_end_ids_ends_a_row_and_padding_follows(model, batch):
 def test_max_length_includes_the_prompt(model):
     free = unstopped_tokens(model)
     assert model.generate(PROMPT, max_length=9, eos_token_id=None)[0, 3:].tolist() == free[:6]
+
+
+def test_built_in_criteria_with_values_of_their_own_stop_rows_too(model):
+    """The columns used to be emitted at the end whenever there were only such criteria, which then stopped nothing."""
+    free = unstopped_tokens(model)
+    for criterion in (MaxLengthCriteria(3 + 5), EosTokenCriteria([free[4]])):
+        output = model.generate(PROMPT, max_new_tokens=20, eos_token_id=None, stopping_criteria=[criterion])
+        stop = 5 if isinstance(criterion, MaxLengthCriteria) else free.index(free[4]) + 1
+        assert output[0, 3:].tolist() == free[:stop]
 
 
 def test_max_time_stops_at_a_block(model):

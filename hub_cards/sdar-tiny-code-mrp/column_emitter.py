@@ -1,7 +1,7 @@
 """Handing finished columns of new tokens to streamers and stopping criteria, in order."""
 
 import torch
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from .block_state import BlockState
@@ -25,6 +25,7 @@ class ColumnEmitter:
         stopping_criteria: transformers' list of criteria; asked once per column.
         streamer: a streamer of transformers, or None. If it has `put_draft`, it also sees the blocks in progress.
         with_scores: whether to collect scores.
+        eos_token_ids: ids at which the rows' state ends a row, [E].
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ColumnEmitter:
         stopping_criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None,
         with_scores: bool,
+        eos_token_ids: torch.Tensor,
     ) -> None:
         self.prompts = input_ids
         self.seen_by_criteria = left_padded
@@ -48,8 +50,15 @@ class ColumnEmitter:
         self.unfinished = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
         self.lengths = torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)  # new tokens per row
         self.draft_streamer = streamer if hasattr(streamer, "put_draft") else None
-        ends_are_known = {type(criterion) for criterion in stopping_criteria} <= {MaxLengthCriteria, EosTokenCriteria}
-        self.waits = ends_are_known and streamer is None
+        self.waits = streamer is None and all(
+            self._is_known(criterion, eos_token_ids.tolist()) for criterion in stopping_criteria
+        )
+
+    def _is_known(self, criterion: StoppingCriteria, ends: list[int]) -> bool:
+        """Return whether a criterion stops no row earlier than the rows' state does."""
+        if type(criterion) is MaxLengthCriteria:
+            return criterion.max_length >= self.prompt_columns + self.max_new_tokens
+        return type(criterion) is EosTokenCriteria and set(criterion.eos_token_id.tolist()) <= set(ends)
 
     @property
     def sequences(self) -> torch.Tensor:

@@ -132,6 +132,10 @@ class MRPConfig(Qwen3Config):
     def _check_draft_vocabulary(self) -> None:
         if self.draft_vocabulary is None:
             return
+        if not isinstance(self.draft_vocabulary, str):
+            raise ValueError(
+                f"draft_vocabulary must be text that `mrp calibrate` wrote, got {self.draft_vocabulary!r}"
+            )
         try:
             ids = unpack_ids(self.draft_vocabulary)
         except ValueError as error:

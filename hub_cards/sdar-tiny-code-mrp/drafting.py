@@ -89,7 +89,8 @@ class Drafter:
         self.rule = options.step_rule
         self.uses_head = options.mrp_draft == "head"
         self.threshold = options.mrp_draft_threshold
-        self.vocabulary = DraftVocabulary.of(reader.model) if options.mrp_draft_vocabulary else None
+        drafts = options.mrp_mode == "spec" and options.depths > 1
+        self.vocabulary = DraftVocabulary.of(reader.model) if drafts and options.mrp_draft_vocabulary else None
         # a processor that reads the tokens so far would have to see each candidate's own tokens at the border
         self.crosses_border = not reader.sampler.reads_context
 

@@ -57,8 +57,7 @@ class HeadRemasker:
         """How far the corrected logit of each token is from the backbone's on the state before the step, [R, B]."""
         hidden, live = state.hidden[:, None], asked.any(1)[:, None]
         residual = self.forwards.head(state, step.before[:, None], hidden, live)[:, 0] - state.hidden
-        logits = self.forwards.model.logits(residual).float()
-        return logits.gather(-1, step.after[..., None])[..., 0].abs()
+        return self.reader.logit_of(self.reader.select(residual, asked, total), step.after).abs()
 
     def _confidence(self, state, step, asked, most, total, context) -> torch.Tensor:
         """The corrected confidence of each token on the state after the step, [R, B]."""

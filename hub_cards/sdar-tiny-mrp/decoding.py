@@ -49,7 +49,7 @@ import torch
 
 from .block_cache import BlockCache
 from .block_state import BlockState, Fault, fetch
-from .cached_forwards import CachedForwards, Candidates
+from .cached_forwards import CachedForwards, Candidates, take_groups
 from .draft_plan import RoundCost, planner_for
 from .drafting import Drafter, current_states, with_shadow
 from .options import DecodingOptions
@@ -227,9 +227,9 @@ class Decoder:
     ) -> BackboneStep:
         """Find the backbone's step, given its hidden states [R, C, B, H], and keep those of the state before it."""
         step = self.verifier.verify(self.state, candidates, hidden, context)
-        row = torch.arange(len(hidden), device=hidden.device)
-        # the next round drafts from these
-        self.state.hidden = hidden[:, 0] if hidden.shape[1] == 1 else hidden[row, step.last]
+        if hidden.shape[1] > 1:
+            hidden = take_groups(hidden, step.last[:, None])
+        self.state.hidden = hidden[:, 0]  # the next round drafts from these
         return step
 
     def take(self, step: BackboneStep, after: torch.Tensor, steps: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ The config keeps the tokens as text, one bit per token id: 25 kB for 150,000 tok
 import base64
 import binascii
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,8 @@ def pack_ids(ids: Iterable[int]) -> str:
     return base64.b64encode(bits).decode("ascii")
 
 
-def unpack_ids(text: str) -> list[int]:
+@lru_cache(maxsize=8)  # every `generate` call asks for the ids
+def unpack_ids(text: str) -> tuple[int, ...]:
     """Return the token ids that `pack_ids` has turned into text, in ascending order.
 
     Raises:
@@ -54,9 +56,9 @@ def unpack_ids(text: str) -> list[int]:
     """
     try:
         bits = base64.b64decode(text, validate=True)
-    except (binascii.Error, TypeError, ValueError) as error:
+    except (binascii.Error, ValueError) as error:
         raise ValueError(f"not the text of a draft vocabulary: {error}") from error
-    ids = [8 * at + bit for at, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
+    ids = tuple(8 * at + bit for at, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1)
     if not ids:
         raise ValueError("the draft vocabulary holds no token")
     return ids

@@ -101,7 +101,7 @@ class Verifier:
         following = torch.where(reveal, choice.token, blocks)  # the backbone's step on every candidate, [R, C, B]
 
         if blocks.shape[1] == 1:
-            return self._only_step(state, blocks, choice, reveal, following)
+            return self._only_step(state, blocks, masked, choice, reveal, following)
         row = torch.arange(len(blocks), device=blocks.device)
         walk = self._walk(candidates, choice, following)
         last, visited = walk.last, walk.visited & state.running[:, None]
@@ -123,10 +123,9 @@ class Verifier:
             opened=None if candidates.opens is None else self._opened(state, candidates, choice, following, last),
         )
 
-    def _only_step(self, state, blocks, choice: TokenChoice, reveal, following) -> BackboneStep:
+    def _only_step(self, state, blocks, masked, choice: TokenChoice, reveal, following) -> BackboneStep:
         """Return the step on the current block, where that is the only candidate."""
-        masked = blocks[:, 0] == state.mask_token_id
-        state.note_faults(masked & state.running[:, None], choice.confidence[:, 0], choice.score[:, 0])
+        state.note_faults(masked[:, 0] & state.running[:, None], choice.confidence[:, 0], choice.score[:, 0])
         if choice.scores is not None:
             state.write_scores(choice.scores[:, 0], reveal[:, 0] & state.running[:, None])
         first = torch.zeros_like(state.steps)

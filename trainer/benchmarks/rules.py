@@ -66,7 +66,7 @@ def bench_rules(
             is always run, as the first.
         speculation: names such as `graph-8`, `spec-4-self` or `auto`.
         batch_size: samples decoded together.
-        samples_alone: number of samples that are decoded one at a time too; fewer if there are not so many.
+        samples_alone: number of samples that are decoded one at a time too, at most all of them.
         on_stage: called with what comes next, before each rule and before samples are decoded alone.
 
     Returns:

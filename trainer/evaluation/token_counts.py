@@ -46,7 +46,7 @@ def most_frequent(model: MRPForDiffusionLM, counts: Mapping[int, int], number: i
         number: how many tokens to return.
 
     Raises:
-        ValueError: if there are not so many different tokens.
+        ValueError: if `counts` and the ends of text are fewer different tokens than `number`.
     """
     ends = set(end_of_text_ids(model))
     candidates = (set(counts) | ends) - {model.config.mask_token_id}
